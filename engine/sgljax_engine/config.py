@@ -26,7 +26,7 @@ without JAX; a test compares them."""
 DETERMINISTIC_BACKENDS = ("auto", "native", "xla_rows")
 """Attention backends that `enable_deterministic_sampling` accepts."""
 
-LINEAR_BACKENDS = ("auto", "native", "xla")
+LINEAR_BACKENDS = ("auto", "native", "pallas", "xla")
 """Names that `layers.kernels.pick_kernels` knows."""
 
 LORA_TARGETS = (
@@ -195,7 +195,7 @@ class RuntimeConfig:
             available, on one x86-64 CPU, "tpu" on TPUs, "pallas" on NVIDIA GPUs, and a
             portable one elsewhere. See docs/performance.md.
         linear_backend: Backend of all but attention (projections, norms, sampling): one of
-            `LINEAR_BACKENDS`, with "auto" as above.
+            `LINEAR_BACKENDS`, with "auto" as above; "pallas" is for one GPU an engine.
         quantization: "int8" stores projections and output tables as 8-bit numbers with one scale
             per output, computed at each weight sync. They take a quarter of float32's memory, and
             of its time where memory is the limit. The log-probs are those of the rounded model, see

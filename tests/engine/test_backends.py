@@ -18,7 +18,7 @@ from sgljax_engine.attention.cpu import native_attention, native_write_kv
 from sgljax_engine.attention.registry import BACKENDS, PORTABLE, pick_attention
 from sgljax_engine.config import ATTENTION_BACKENDS, LINEAR_BACKENDS, RuntimeConfig
 from sgljax_engine.layers import target
-from sgljax_engine.layers.kernels import pick_kernels
+from sgljax_engine.layers.kernels import XlaKernels, pick_kernels
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.placement.submeshes import place
@@ -111,13 +111,15 @@ def test_accelerators_have_portable_code(platform):
     found = pick_attention("auto", target, (80,))
     assert (found.name, found.attend) == ("xla", PORTABLE["xla"])
     assert (found.contiguous_kv, found.why_not_native) == ("never", None)
-    assert pick_kernels("auto", target)[::2] == ("xla", None)
+    name = "pallas" if platform == "gpu" else "xla"
+    assert pick_kernels("auto", target)[::2] == (name, None)
+    assert pick_kernels("xla", target).kernels == XlaKernels()
 
 
 def test_names_of_backends():
     assert tuple(BACKENDS) == ATTENTION_BACKENDS
     assert set(BACKENDS) == {"auto", "native", "pallas", "tpu", "xla_rows", *PORTABLE}
-    assert set(LINEAR_BACKENDS) == {"auto", "native", "xla"}
+    assert set(LINEAR_BACKENDS) == {"auto", "native", "pallas", "xla"}
 
 
 @needs_machine_code

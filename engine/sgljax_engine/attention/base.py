@@ -110,6 +110,42 @@ class DecodeAttention(Protocol):
         ...
 
 
+class Prologue(NamedTuple):
+    """What makes queries and keys of projections.
+
+    Shape: sin, cos: [B, 1, h // 2] float32, see `layers.rope`. q_norm, k_norm: [h], weights of the
+        norms of each head before the rotary embedding; None without.
+
+    Attributes:
+        eps: Of these norms. Static.
+        offset: Added to their weights. Static.
+    """
+
+    sin: jax.Array
+    cos: jax.Array
+    q_norm: jax.Array | None = None
+    k_norm: jax.Array | None = None
+    eps: float = 0.0
+    offset: float = 0.0
+
+
+class ProjectionAttention(Protocol):
+    """Attention of one token per row from its projections on."""
+
+    def __call__(
+        self,
+        q_BDh: jax.Array,
+        k_BKh: jax.Array,
+        v_BKh: jax.Array,
+        prologue: Prologue,
+        layer: LayerKV,
+        tables: BlockTables,
+        options: AttentionOptions,
+    ) -> tuple[jax.Array, LayerKV]:
+        """As `DecodeAttention`, but queries and keys are projections, for the prologue."""
+        ...
+
+
 class PrefillAttention(Protocol):
     """Attention of query blocks; writes their keys and values to their pages first."""
 
@@ -163,6 +199,8 @@ class AttentionBackend(NamedTuple):
         batch_invariant: `attend` for an engine with deterministic sampling.
         decode: Attention that decode uses instead, if any.
         prefill: Attention that prefill uses instead, if any.
+        projections: Attention that decode uses instead of both where it may have norms and the
+            rotary embedding, if any.
         write_kv: Writes keys and values into pages, for `attend`.
         contiguous_kv: Whether decode copies its rows' keys into contiguous KV
             (`attention.contiguous`).
@@ -179,6 +217,7 @@ class AttentionBackend(NamedTuple):
     batch_invariant: PagedAttention
     decode: DecodeAttention | None = None
     prefill: PrefillAttention | None = None
+    projections: ProjectionAttention | None = None
     write_kv: WriteKV = write_kv
     contiguous_kv: ContiguousKV = "never"
     contiguous_name: str = ""
@@ -195,6 +234,7 @@ class AttentionBackend(NamedTuple):
             attend=self.batch_invariant,
             decode=None,
             prefill=None,
+            projections=None,
             write_kv=write_kv,
             contiguous_name="ordered",
             heads_per_row=1,

@@ -10,9 +10,15 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from sgljax_engine.attention.base import AttentionBackend, AttentionOptions, BlockTables
+from sgljax_engine.attention.base import (
+    AttentionBackend,
+    AttentionOptions,
+    BlockTables,
+    Prologue,
+)
 from sgljax_engine.attention.batch_invariant import ordered_backend
 from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.kernels.gpu.decode_attention import HeadNorms, decode_attention
 from sgljax_engine.kernels.gpu.paged_attention import HEAD_DIMS, Scores, paged_attention
 from sgljax_engine.layers.target import Target, kv_axes, require_backend
 
@@ -52,6 +58,34 @@ class PallasAttention:
             )
         return run(q_NQDh, layer, tables)
 
+    def from_projections(
+        self,
+        q_BDh: jax.Array,
+        k_BKh: jax.Array,
+        v_BKh: jax.Array,
+        prologue: Prologue,
+        layer: LayerKV,
+        tables: BlockTables,
+        options: AttentionOptions,
+    ) -> tuple[jax.Array, LayerKV]:
+        """Implements `base.ProjectionAttention`, on one device."""
+        norms = None
+        if prologue.q_norm is not None and prologue.k_norm is not None:
+            norms = HeadNorms(prologue.q_norm, prologue.k_norm, prologue.eps, prologue.offset)
+        out, (k, v) = decode_attention(
+            q_BDh,
+            k_BKh,
+            v_BKh,
+            (prologue.sin[:, 0], prologue.cos[:, 0]),
+            norms,
+            (layer.k, layer.v),
+            tables.page_table,
+            tables.kv_lens,
+            Scores(*options),
+            interpret=self.interpret,
+        )
+        return out, LayerKV(k, v)
+
 
 def gpu_problem(target: Target, head_dims: Sequence[int]) -> str | None:
     """Why the kernel cannot be used; None if it can."""
@@ -68,7 +102,13 @@ def gpu_backend(target: Target, head_dims: Sequence[int]) -> AttentionBackend:
         InvalidConfigError: when it is not available.
     """
     require_backend(gpu_problem(target, head_dims), "attention_backend 'pallas'")
-    return AttentionBackend("pallas", attention_for(target), ordered_backend("gpu"))
+    attention = attention_for(target)
+    return AttentionBackend(
+        "pallas",
+        attention,
+        ordered_backend("gpu"),
+        projections=attention.from_projections if attention.mesh is None else None,
+    )
 
 
 @functools.cache

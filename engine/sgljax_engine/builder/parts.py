@@ -220,6 +220,7 @@ def _program_context(
         prefill_pass=prefill_pass(placement.platform),
         decode_attention=attention.decode,
         prefill_attention=attention.prefill,
+        projection_attention=attention.projections if kernels.fused is not None else None,
         write_kv=attention.write_kv,
         sampler=NATIVE if is_native else XLA,
         is_deterministic=bool(runtime.enable_deterministic_sampling),

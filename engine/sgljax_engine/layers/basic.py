@@ -146,9 +146,13 @@ def embed(table_VD: jax.Array, ids_T: jax.Array) -> jax.Array:
     return jnp.take(table_VD, ids_T, axis=0, mode="clip")
 
 
-def unembed(x_TD: jax.Array, table_VD: jax.Array) -> jax.Array:
-    """Logits [T, V] float32 from a [V, D] table."""
-    return lax.dot_general(x_TD, table_VD, (((1,), (1,)), ((), ()))).astype(jnp.float32)
+def unembed(
+    x_TD: jax.Array, table_VD: jax.Array, dtype: jax.typing.DTypeLike | None = None
+) -> jax.Array:
+    """Logits [T, V] float32 from a [V, D] table; products are rounded to `dtype`, or their own."""
+    contract = (((1,), (1,)), ((), ()))
+    found = lax.dot_general(x_TD, table_VD, contract, preferred_element_type=dtype)
+    return found.astype(jnp.float32)
 
 
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:

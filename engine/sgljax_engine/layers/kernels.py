@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,9 @@ from sgljax_engine.layers.ragged import linear_in_blocks
 from sgljax_engine.layers.rope import apply_rope, rope_tables
 from sgljax_engine.layers.target import Target, require_backend
 
+if TYPE_CHECKING:
+    from sgljax_engine.layers.fused import FusedProducts
+
 Weight = jax.Array | Panels | Int8Weight
 """A weight in the layout of the backend."""
 
@@ -65,6 +68,11 @@ class Kernels(Protocol):
     @property
     def mesh(self) -> jax.sharding.AbstractMesh | None:
         """Axes over which weights are sharded; None on a single device."""
+        ...
+
+    @property
+    def fused(self) -> FusedProducts | None:
+        """Products with what is around them, for passes that need not be batch-invariant."""
         ...
 
     def weights(self, params: Mapping[str, jax.Array]) -> Mapping[str, Weight]:
@@ -152,9 +160,11 @@ class XlaKernels:
 
     Attributes:
         mesh: See `Kernels`.
+        fused: See `Kernels`; for GPUs.
     """
 
     mesh: jax.sharding.AbstractMesh | None = None
+    fused: FusedProducts | None = None
 
     def weights(self, params: Mapping[str, jax.Array]) -> Mapping[str, Weight]:
         """The weights of a program; a weight with a scale as int8."""
@@ -181,6 +191,8 @@ class XlaKernels:
         if isinstance(table_VD, Int8Weight):
             return int8_unembed(hidden_TD, table_VD)
         assert isinstance(table_VD, jax.Array)
+        if self.fused is not None:
+            return unembed(hidden_TD, table_VD, jnp.float32)
         return unembed(hidden_TD, table_VD)
 
     def embed(self, table_VD: Weight, ids_T: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -246,6 +258,11 @@ class CpuKernels:
     @property
     def mesh(self) -> None:
         """None: one CPU has no mesh."""
+        return None
+
+    @property
+    def fused(self) -> None:
+        """None: `fuse` compiles what is around products."""
         return None
 
     def weights(self, params: Mapping[str, jax.Array]) -> Mapping[str, Weight]:
@@ -316,7 +333,7 @@ class LinearBackend(NamedTuple):
     """The chosen backend.
 
     Attributes:
-        name: "native" or "xla".
+        name: "native", "pallas" or "xla".
         kernels: The computations of the backend.
         why_not_native: Why "auto" did not pick "native" on a CPU; None elsewhere.
     """
@@ -327,20 +344,28 @@ class LinearBackend(NamedTuple):
 
 
 def pick_kernels(name: str, target: Target) -> LinearBackend:
-    """The backend of that name; "auto" picks "native" where it is available.
+    """The backend of that name; "auto" picks "native" or "pallas" where available.
 
     Args:
         name: One of `config.LINEAR_BACKENDS`.
         target: What the engine runs on.
 
     Raises:
-        InvalidConfigError: when "native" is asked for but not available.
+        InvalidConfigError: when "native" or "pallas" is asked for but not available.
     """
     problem = target.cpu_kernels_problem()
     if name == "native":
         require_backend(problem, "linear_backend 'native'")
     if problem is None and target.layout is Layout.PANELS:
         return LinearBackend("native", CpuKernels())
+    if name == "pallas" or (name == "auto" and target.platform == "gpu"):
+        from sgljax_engine.layers.fused import FusedProducts, fused_problem
+
+        why = fused_problem(target)
+        if name == "pallas":
+            require_backend(why, "linear_backend 'pallas'")
+        if why is None:
+            return LinearBackend("pallas", XlaKernels(fused=FusedProducts()))
     is_cpu = name == "auto" and target.platform == "cpu"
     mesh = target.mesh if target.num_tensor_shards > 1 else None
     return LinearBackend("xla", XlaKernels(mesh), problem if is_cpu else None)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.attention.base import AttentionOptions
+from sgljax_engine.attention.base import AttentionOptions, Prologue
 from sgljax_engine.layers.basic import Layout, soft_cap
 from sgljax_engine.layers.rope import (
     keep_fastest,
@@ -36,6 +36,7 @@ from sgljax_engine.models.spec import (
     ModelDefinition,
     NewKV,
     Params,
+    ProjectionAttend,
 )
 
 Weights = Mapping[str, Any]
@@ -214,14 +215,41 @@ class _Layers(NamedTuple):
         kind: _LayerKind,
     ) -> tuple[jax.Array, LayerCache | None, jax.Array | None]:
         inner, tokens = self._replace(params=weights, kind=kind), self.tokens
-        q, new = tokens.map(inner.before_attention, (x, rope, adapters))
-        q, new = jax.tree.map(tokens.join, (q, new))
-        out, kv = self.attend(q, new, kv, kind.options)
+        if isinstance(self.attend, ProjectionAttend) and inner.has_plain_heads:
+            q, k, v = inner._replace(adapters=adapters).projections(x)
+            prologue = inner.prologue(*rope)
+            out, kv = self.attend.from_projections(q, k, v, prologue, kv, kind.options)
+        else:
+            q, new = tokens.map(inner.before_attention, (x, rope, adapters))
+            q, new = jax.tree.map(tokens.join, (q, new))
+            out, kv = self.attend(q, new, kv, kind.options)
         out = tokens.split(out.reshape(out.shape[0], -1))
         is_used = None if tokens.is_used is None else tokens.split(tokens.is_used)
         args = (x, out, adapters, layer_input, is_used)
         x, experts = tokens.map(inner.after_attention, args)
         return x, kv, experts
+
+    @property
+    def has_plain_heads(self) -> bool:
+        """Whether keys are its own, and values projections as they are."""
+        assert self.kind is not None
+        has_values = "self_attn.v_proj.weight" in self.params
+        return self.kind.owns_kv and has_values and not self.traits.has_value_norm
+
+    def projections(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values before the prologue; tokens first."""
+        assert self.kind is not None
+        names = [f"self_attn.{name}_proj" for name in "qkv"]
+        found = self.norm_linears("input_layernorm", names, x)
+        q, k, v = (self.layout.split_heads(each, self.kind.head_dim) for each in found)
+        return q, k, v
+
+    def prologue(self, sin: jax.Array, cos: jax.Array) -> Prologue:
+        if not self.traits.has_qk_norm:
+            return Prologue(sin, cos)
+        weights = (self.params[f"self_attn.{name}_norm.weight"] for name in "qk")
+        offset = 1.0 if self.traits.has_offset_norms else 0.0
+        return Prologue(sin, cos, *weights, self.context.config.rms_norm_eps, offset)
 
     def before_attention(
         self, args: tuple[jax.Array, Rope, jax.Array | None]
@@ -245,11 +273,14 @@ class _Layers(NamedTuple):
     def project_out(self, x: jax.Array, out: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """The part of a layer after attention; also the experts of each token, as in `mlp`."""
         out = self.layout.materialize(self.layout.place(out))
-        out = self.linear("self_attn.o_proj", out)
         if not self.traits.has_post_norms:
-            x = x + out
-            out, experts = self.mlp("mlp.", self.norm("post_attention_layernorm", x))
-            return x + out, experts
+            x = self.add_linear(x, "self_attn.o_proj", out)
+            if self.context.config.moe is not None:
+                out, experts = self.mlp("mlp.", self.norm("post_attention_layernorm", x))
+                return x + out, experts
+            gated = self.norm_gated("post_attention_layernorm", "mlp.", x)
+            return self.add_linear(x, "mlp.down_proj", gated), None
+        out = self.linear("self_attn.o_proj", out)
         x = x + self.norm("post_attention_layernorm", out)
         out, experts = self.mlp("mlp.", self.norm("pre_feedforward_layernorm", x))
         if self.context.config.moe is not None:
@@ -296,8 +327,11 @@ class _Layers(NamedTuple):
             return self.returned(
                 mixture(self.params, self.context, prefix, h, logits, activation, self.is_used)
             )
+        return self.linear(prefix + "down_proj", self.gated(prefix, h)), None
+
+    def gated(self, prefix: str, h: jax.Array) -> jax.Array:
         gate, up = self.linear(prefix + "gate_proj", h), self.linear(prefix + "up_proj", h)
-        return self.linear(prefix + "down_proj", self.traits.activation(gate) * up), None
+        return self.traits.activation(gate) * up
 
     def returned(self, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
         """The output of `mixture`, with the experts only if the context returns them."""
@@ -331,9 +365,53 @@ class _Layers(NamedTuple):
     def linear(self, name: str, x: jax.Array) -> jax.Array:
         out = self.context.linear(self.params[f"{name}.weight"], x)
         change = _adapter_change(self.params, self.context, name, x, self.adapters)
-        out = out if change is None else out + change
+        return self.with_bias(name, out if change is None else out + change)
+
+    def with_bias(self, name: str, out: jax.Array) -> jax.Array:
         bias = self.params.get(f"{name}.bias")
         return out if bias is None else out + self.layout.per_feature(bias)
+
+    def norm_linears(self, norm: str, names: Sequence[str], x: jax.Array) -> Sequence[jax.Array]:
+        """Projections of the normed `x`."""
+        fused, weights = self.context.kernels.fused, self.fusable(names)
+        if fused is None or not fused.norms or not fused.serves(x, weights):
+            h = self.norm(norm, x)
+            return [self.linear(name, h) for name in names]
+        found = fused.norm_linears(x, *self.norm_of(norm), weights)
+        return [self.with_bias(name, out) for name, out in zip(names, found, strict=True)]
+
+    def norm_gated(self, norm: str, prefix: str, x: jax.Array) -> jax.Array:
+        """The input of an MLP's last projection."""
+        names = (f"{prefix}gate_proj", f"{prefix}up_proj")
+        fused, weights = self.context.kernels.fused, self.fusable(names)
+        has_bias = f"{names[0]}.bias" in self.params
+        if fused is None or not fused.norms or has_bias or not fused.serves(x, weights):
+            return self.gated(prefix, self.norm(norm, x))
+        return fused.norm_gated(x, *self.norm_of(norm), weights, self.traits.activation)
+
+    def add_linear(self, x: jax.Array, name: str, out: jax.Array) -> jax.Array:
+        """`x` and a projection."""
+        fused, weights = self.context.kernels.fused, self.fusable((name,))
+        if fused is None or not fused.adds or not fused.serves(out, weights):
+            return x + self.linear(name, out)
+        return self.with_bias(name, fused.linear_add(out, weights[0], x))
+
+    def fusable(self, names: Sequence[str]) -> list[Any]:
+        """Weights of those names for products that have no terms of adapters.
+
+        None of each where there are some, and where bits must not depend on the batch.
+        """
+        has_adapter = self.adapters is not None and any(
+            f"{name}.lora_a" in self.params for name in names
+        )
+        if has_adapter or self.context.is_tiled:
+            return [None for _ in names]
+        return [self.params[f"{name}.weight"] for name in names]
+
+    def norm_of(self, name: str) -> tuple[jax.Array, float, float]:
+        """Weight, eps and offset of a norm."""
+        offset = 1.0 if self.traits.has_offset_norms else 0.0
+        return self.params[f"{name}.weight"], self.context.config.rms_norm_eps, offset
 
     def norm(self, name: str | None, x: jax.Array) -> jax.Array:
         """The norm of that name; without a name, one without a weight."""

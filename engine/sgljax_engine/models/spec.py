@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.attention.base import AttentionOptions
+from sgljax_engine.attention.base import AttentionOptions, Prologue
 from sgljax_engine.cache.contiguous_kv import DecodeCache
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.layers.basic import Layout
@@ -37,6 +37,32 @@ pages, also in contiguous KV (decode on CPUs), or only in the batch (scoring), w
 None at first. With None instead of k and v it attends to what an earlier layer of the same pass has
 put into `layer_kv`.
 """
+
+
+class ProjectionAttend(NamedTuple):
+    """An `Attend` that also takes projections, of layers with a prologue and keys of their own.
+
+    Attributes:
+        attend: Of queries and keys.
+        from_projections: (q[T, N, H], k[T, K, H], v[T, K, H], prologue, layer_kv, options) ->
+            as `attend`.
+    """
+
+    attend: Attend
+    from_projections: Callable[
+        [jax.Array, jax.Array, jax.Array, Prologue, LayerCache | None, AttentionOptions],
+        tuple[jax.Array, LayerCache],
+    ]
+
+    def __call__(
+        self,
+        q: jax.Array,
+        new: NewKV | None,
+        layer: LayerCache | None,
+        options: AttentionOptions,
+    ) -> tuple[jax.Array, LayerCache]:
+        """`attend`."""
+        return self.attend(q, new, layer, options)
 
 
 class KVHeads(NamedTuple):

@@ -28,7 +28,7 @@ from jax.experimental.pallas import triton as plgpu
 HEAD_DIMS = (16, 32, 64, 128, 256)
 """Triton's array sizes are powers of two, and tensor cores take at least 16."""
 
-_MASKED = -1e30
+MASKED = -1e30
 _MIN_ROWS = 16
 _MIN_KEYS, _MAX_KEYS = 16, 128
 
@@ -52,7 +52,7 @@ _HALF = _Budget(step_bytes=16 * 1024, max_rows=64, wide_tile=64 * 64)
 _FLOAT = _Budget(step_bytes=8 * 1024, max_rows=32, wide_tile=0)
 """Float32 products, done without tensor cores, keep their operands in registers too."""
 
-_NUM_STAGES = 3
+NUM_STAGES = 3
 """Pipeline stages: loads of page ids, loads of keys and values, and the arithmetic."""
 
 _TARGET_PROGRAMS = 1024
@@ -144,7 +144,7 @@ def _attend_to_split(
     kv_head = lax.div(pl.program_id(1), tiling.row_tiles)
     tile = lax.rem(pl.program_id(1), tiling.row_tiles)
     _, num_queries, num_heads, head_dim = q_ref.shape
-    _, num_kv_heads, page_size, _ = k_ref.shape
+    num_kv_heads = k_ref.shape[1]
     group = num_heads // num_kv_heads
 
     row = tile * tiling.rows + jnp.arange(tiling.rows, dtype=jnp.int32)
@@ -155,7 +155,54 @@ def _attend_to_split(
     q = plgpu.load(q_ref.at[at_rows], mask=is_row[:, None], other=0.0).astype(k_ref.dtype)
     position = plgpu.load(positions_ref.at[block, query], mask=is_row, other=0)
     kv_len = kv_lens_ref[block]
-    begin, end = _steps_of_split(positions_ref[block, 0], kv_len, split, tiling, options)
+    steps = steps_of_split(positions_ref[block, 0], kv_len, split, tiling, options)
+    keys = Keys(k_ref, v_ref, page_table_ref, block, kv_head, kv_len)
+    start = (
+        jnp.full((tiling.rows,), MASKED, jnp.float32),
+        jnp.zeros((tiling.rows,), jnp.float32),
+        jnp.zeros((tiling.rows, head_dim), jnp.float32),
+    )
+    softmax = attend_to_keys(q, position, keys, steps, start, tiling, options)
+    out, lse = split_result(softmax)
+    out = out.astype(out_ref.dtype)
+    plgpu.store(out_ref.at[(split, *at_rows)], out, mask=is_row[:, None])
+    plgpu.store(lse_ref.at[split, block, query, head], lse, mask=is_row)
+
+
+class Keys(NamedTuple):
+    """Keys and values of one kv head of a request: the refs, and which of them."""
+
+    k_ref: Any
+    v_ref: Any
+    page_table_ref: Any
+    block: jax.Array
+    kv_head: jax.Array
+    num_keys: jax.Array
+
+
+Softmax = tuple[jax.Array, jax.Array, jax.Array]
+"""State of an online softmax over rows: peak [R], total [R], acc [R, head_dim], all float32.
+
+Peaks are in units of log2.
+"""
+
+
+def attend_to_keys(
+    q: jax.Array,
+    position: jax.Array,
+    keys: Keys,
+    steps: tuple[jax.Array, jax.Array],
+    start: Softmax,
+    tiling: Tiling,
+    options: Scores,
+) -> Softmax:
+    """Adds the keys of steps [begin, end) to a softmax; inside a kernel.
+
+    Shape: q: [R, head_dim] of the keys' dtype. position: [R].
+    """
+    k_ref, v_ref, page_table_ref, block, kv_head, kv_len = keys
+    page_size, head_dim = k_ref.shape[2:]
+    dim = jnp.arange(head_dim, dtype=jnp.int32)
     # Float32 inputs would be rounded to TF32 by default.
     precision = lax.Precision.HIGHEST if k_ref.dtype == jnp.float32 else None
 
@@ -163,9 +210,7 @@ def _attend_to_split(
         contract = (((1,), (axis,)), ((), ()))
         return lax.dot_general(a, b, contract, precision, preferred_element_type=jnp.float32)
 
-    def body(
-        step: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def body(step: jax.Array, carry: Softmax) -> Softmax:
         peak, total, acc = carry
         key = step * tiling.keys + jnp.arange(tiling.keys, dtype=jnp.int32)
         # Memory beyond kv_lens may hold anything, NaN included, so it is not loaded.
@@ -175,14 +220,11 @@ def _attend_to_split(
         at_keys = (page[:, None], kv_head, offset[:, None], dim[None, :])
         k = plgpu.load(k_ref.at[at_keys], mask=exists[:, None], other=0.0)
         v = plgpu.load(v_ref.at[at_keys], mask=exists[:, None], other=0.0)
-        scores = dot(q, k, 1) * options.scale
-        if options.logit_softcap is not None:
-            scores = options.logit_softcap * jnp.tanh(scores / options.logit_softcap)
-        scores = scores * _LOG2_E
+        scores = log2_scores(dot(q, k, 1), options)
         seen = exists[None, :] & (key[None, :] <= position[:, None])
         if options.sliding_window is not None:
             seen &= key[None, :] > position[:, None] - options.sliding_window
-        scores = jnp.where(seen, scores, _MASKED)
+        scores = jnp.where(seen, scores, MASKED)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
         # Masked again, so that a row that has seen no key yet adds nothing.
         weights = jnp.where(seen, jnp.exp2(scores - new_peak[:, None]), 0.0)
@@ -191,20 +233,25 @@ def _attend_to_split(
         new_acc = acc * shrink[:, None] + dot(weights.astype(v.dtype), v, 0)
         return new_peak, new_total, new_acc
 
-    start = (
-        jnp.full((tiling.rows,), _MASKED, jnp.float32),
-        jnp.zeros((tiling.rows,), jnp.float32),
-        jnp.zeros((tiling.rows, head_dim), jnp.float32),
-    )
-    peak, total, acc = lax.fori_loop(begin, end, body, start)
+    return lax.fori_loop(*steps, body, start)
+
+
+def log2_scores(products: jax.Array, options: Scores) -> jax.Array:
+    """Scores in units of log2, of float32 products of queries and keys."""
+    scores = products * options.scale
+    if options.logit_softcap is not None:
+        scores = options.logit_softcap * jnp.tanh(scores / options.logit_softcap)
+    return scores * _LOG2_E
+
+
+def split_result(softmax: Softmax) -> tuple[jax.Array, jax.Array]:
+    """Outputs [R, head_dim] and log2 of the sums [R] of a split; 0 and very small without keys."""
+    peak, total, acc = softmax
     safe_total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
-    out = (acc / safe_total[:, None]).astype(out_ref.dtype)
-    lse = jnp.where(total > 0.0, peak + jnp.log2(safe_total), _MASKED)
-    plgpu.store(out_ref.at[(split, *at_rows)], out, mask=is_row[:, None])
-    plgpu.store(lse_ref.at[split, block, query, head], lse, mask=is_row)
+    return acc / safe_total[:, None], jnp.where(total > 0.0, peak + jnp.log2(safe_total), MASKED)
 
 
-def _steps_of_split(
+def steps_of_split(
     first_position: jax.Array,
     kv_len: jax.Array,
     split: jax.Array,
@@ -226,7 +273,7 @@ def _steps_of_split(
     return begin, jnp.minimum(begin + each, last)
 
 
-def _combine(out_SNQDh: jax.Array, lse_SNQD: jax.Array) -> jax.Array:
+def combine(out_SNQDh: jax.Array, lse_SNQD: jax.Array) -> jax.Array:
     """Combines the splits' outputs: [N, Q, D, h] float32; 0 for rows that saw no key."""
     weights = jnp.exp2(lse_SNQD - jnp.max(lse_SNQD, axis=0, keepdims=True))
     weights = weights / jnp.sum(weights, axis=0, keepdims=True)
@@ -271,8 +318,8 @@ def paged_attention(
             ),
             jax.ShapeDtypeStruct((tiling.splits, *q_NQDh.shape[:3]), jnp.float32),
         ),
-        compiler_params=plgpu.CompilerParams(num_warps=tiling.num_warps, num_stages=_NUM_STAGES),
+        compiler_params=plgpu.CompilerParams(num_warps=tiling.num_warps, num_stages=NUM_STAGES),
         interpret=interpret,
         name="paged_attention",
     )(q_NQDh, k, v, page_table, positions, kv_lens)
-    return _combine(out, lse).astype(q_NQDh.dtype) if is_split else out[0]
+    return combine(out, lse).astype(q_NQDh.dtype) if is_split else out[0]

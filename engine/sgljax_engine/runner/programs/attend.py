@@ -12,11 +12,12 @@ from sgljax_engine.attention.base import (
     BlockTables,
     DecodeAttention,
     PrefillAttention,
+    Prologue,
 )
 from sgljax_engine.attention.contiguous import contiguous_attention
 from sgljax_engine.cache.contiguous_kv import DecodeCache, write_contiguous_kv
 from sgljax_engine.cache.kv_pages import LayerKV, write_kv
-from sgljax_engine.models.spec import Attend, LayerCache, NewKV
+from sgljax_engine.models.spec import Attend, LayerCache, NewKV, ProjectionAttend
 from sgljax_engine.runner.batches.page_ids import NO_SLOT
 from sgljax_engine.runner.programs.context import ProgramContext
 
@@ -93,6 +94,29 @@ def paged_attend(
         return static.attention(split(q), layer, tables, options).reshape(q.shape), layer
 
     return attend
+
+
+def decode_attend(static: ProgramContext, pages: Pages) -> Attend:
+    """An `attend` of one token per row over pages."""
+    own = static.decode_attention
+    attend = paged_attend(static, pages, None if own is None else of_blocks(own))
+    attend_to_projections = static.projection_attention
+    if attend_to_projections is None:
+        return attend
+
+    def from_projections(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        prologue: Prologue,
+        layer: LayerCache | None,
+        options: AttentionOptions,
+    ) -> tuple[jax.Array, LayerKV]:
+        assert isinstance(layer, LayerKV)
+        tables = pages.of(options).tables
+        return attend_to_projections(q, k, v, prologue, layer, tables, options)
+
+    return ProjectionAttend(attend, from_projections)
 
 
 def contiguous_attend(pages: Pages, active: jax.Array, shared: jax.Array) -> Attend:

@@ -9,6 +9,7 @@ from sgljax_engine.attention.base import (
     DecodeAttention,
     PagedAttention,
     PrefillAttention,
+    ProjectionAttention,
     WriteKV,
 )
 from sgljax_engine.cache.kv_pages import write_kv
@@ -27,6 +28,8 @@ class ProgramContext(NamedTuple):
             one pass of all.
         decode_attention: Attention of decode steps that read pages; None for `attention`.
         prefill_attention: Attention of prefill; None for `attention`.
+        projection_attention: Attention of decode steps from projections on, for layers that it
+            serves; None for `decode_attention`.
         write_kv: Writes the keys of prefill and decode into pages.
         sampler: Draws tokens and computes log-probs.
         is_deterministic: Whether bits must not depend on who computed them.
@@ -47,6 +50,7 @@ class ProgramContext(NamedTuple):
     prefill_pass: int | None = None
     decode_attention: DecodeAttention | None = None
     prefill_attention: PrefillAttention | None = None
+    projection_attention: ProjectionAttention | None = None
     write_kv: WriteKV = write_kv
     sampler: Sampler = XLA
     is_deterministic: bool = False

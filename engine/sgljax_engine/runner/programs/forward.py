@@ -34,7 +34,7 @@ from sgljax_engine.runner.batches.page_ids import NO_SLOT
 from sgljax_engine.runner.programs.attend import (
     Pages,
     contiguous_attend,
-    of_blocks,
+    decode_attend,
     paged_attend,
     slots_at,
 )
@@ -277,8 +277,7 @@ def _next_logits(
     if shared is not None:
         attend = contiguous_attend(pages, active, shared)
     else:
-        own = static.decode_attention
-        attend = paged_attend(static, pages, None if own is None else of_blocks(own))
+        attend = decode_attend(static, pages)
     logits, out = static.model.token_logits(
         params,
         static.context,

@@ -1,0 +1,287 @@
+"""Matrix products of few tokens on NVIDIA GPUs, with what comes before and after them.
+
+Pallas kernels, compiled by Triton. A decode step multiplies some hundred tokens with every weight:
+the weights' bytes take the time, and each kernel between two products costs as much as reading
+some. So norms are part of the products that read them (a norm's scale is a factor of each row, and
+factors of rows and sums commute), gates of the products that they combine, and residuals of the
+products that are added to them.
+
+Weights stay apart, each [in, out]: a program of the grid reads the one that its outputs belong to.
+
+Shape legend: T tokens, D inputs, N outputs of a weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+MAX_TOKENS = 256
+"""For more tokens, libraries' products are as fast, and their parts need not be read together."""
+
+_MIN_ROWS, _MIN_OUTPUTS, _MIN_INPUTS = 16, 16, 32
+
+
+class Norm(NamedTuple):
+    """An RMS norm, see `layers.basic.rms_norm`.
+
+    Attributes:
+        weight: [D].
+        eps: Added to the mean square. Static.
+        offset: Added to the weight. Static.
+    """
+
+    weight: jax.Array
+    eps: float
+    offset: float
+
+
+class Tile(NamedTuple):
+    """What a program of the grid computes. Static; sizes are powers of two.
+
+    Attributes:
+        rows: Tokens.
+        outputs: Outputs of a weight.
+        inputs: Inputs in a step of its loop.
+        num_warps: Groups of 32 threads.
+        num_stages: Steps whose loads are in flight.
+    """
+
+    rows: int
+    outputs: int
+    inputs: int
+    num_warps: int = 4
+    num_stages: int = 4
+
+
+NORMED, NORMED_FLOAT = Tile(128, 32, 64), Tile(64, 32, 32)
+"""Tiles of products with a norm, in half precision and in float32: all rows, since each program
+reads all inputs, and few outputs, so that there are as many programs as multiprocessors."""
+
+ADDED, ADDED_FLOAT = Tile(32, 32, 128), Tile(32, 32, 64)
+"""Tiles of products that are added: there are few outputs, and many inputs."""
+
+
+def is_served(x: jax.Array, weights: Sequence[jax.Array]) -> bool:
+    """Whether the kernels take these inputs [T, D] and weights [D, N]."""
+    dtype = x.dtype
+    if dtype not in (jnp.bfloat16, jnp.float32) or x.shape[0] > MAX_TOKENS:
+        return False
+    return all(
+        weight.dtype == dtype
+        and weight.shape[0] % _MIN_INPUTS == 0
+        and weight.shape[1] % _MIN_OUTPUTS == 0
+        for weight in weights
+    )
+
+
+def _tile_for(x: jax.Array, weights: Sequence[jax.Array], tile: Tile) -> Tile:
+    """The tile, with no more rows than there are tokens, and parts of all weights' sizes."""
+    rows = 1 << max(x.shape[0] - 1, 0).bit_length()
+    outputs = math.gcd(tile.outputs, *(weight.shape[1] for weight in weights))
+    return tile._replace(
+        rows=min(max(rows, _MIN_ROWS), tile.rows),
+        outputs=outputs,
+        inputs=math.gcd(tile.inputs, x.shape[1]),
+    )
+
+
+def norm_linears(
+    x: jax.Array,
+    norm: Norm,
+    weights: Sequence[jax.Array],
+    *,
+    tile: Tile | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, ...]:
+    """`norm(x) @ W` of several weights, in one kernel.
+
+    Args:
+        x: [T, D].
+        norm: The norm.
+        weights: Each [D, N], see `is_served`.
+        tile: Other than the default.
+        interpret: Run the kernel as plain JAX operations on any device. Slow; for tests.
+
+    Returns:
+        [T, N] of each weight, in the dtype of `x`.
+    """
+    tile = _tile_for(x, weights, tile or (NORMED if x.dtype.itemsize == 2 else NORMED_FLOAT))
+    starts = [0]
+    for weight in weights:
+        starts.append(starts[-1] + weight.shape[1] // tile.outputs)
+
+    def kernel(x_ref: Any, norm_ref: Any, *refs: Any) -> None:
+        index, row = pl.program_id(1), _rows(tile)
+        for i, (weight_ref, out_ref) in enumerate(
+            zip(refs[: len(weights)], refs[len(weights) :], strict=True)
+        ):
+
+            @pl.when((index >= starts[i]) & (index < starts[i + 1]))
+            def _(weight_ref: Any = weight_ref, out_ref: Any = out_ref, i: int = i) -> None:
+                column = (index - starts[i]) * tile.outputs
+                (product,) = _normed_products(
+                    x_ref, norm_ref, norm, [weight_ref], row, column, tile
+                )
+                _store(out_ref, product, row, column)
+
+    out = pl.pallas_call(
+        kernel,
+        grid=(pl.cdiv(x.shape[0], tile.rows), starts[-1]),
+        out_shape=tuple(
+            jax.ShapeDtypeStruct((x.shape[0], weight.shape[1]), x.dtype) for weight in weights
+        ),
+        compiler_params=_params(tile),
+        interpret=interpret,
+        name="norm_linears",
+    )(x, norm.weight, *weights)
+    return tuple(out)
+
+
+def norm_gated(
+    x: jax.Array,
+    norm: Norm,
+    gate: jax.Array,
+    up: jax.Array,
+    activation: Callable[[jax.Array], jax.Array],
+    *,
+    tile: Tile | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """`activation(norm(x) @ gate) * (norm(x) @ up)` [T, N], in one kernel.
+
+    Args:
+        x: [T, D].
+        norm: The norm.
+        gate: [D, N].
+        up: [D, N].
+        activation: Elementwise.
+        tile: Other than the default.
+        interpret: As of `norm_linears`.
+    """
+    tile = _tile_for(x, (gate, up), tile or (NORMED if x.dtype.itemsize == 2 else NORMED_FLOAT))
+
+    def kernel(x_ref: Any, norm_ref: Any, gate_ref: Any, up_ref: Any, out_ref: Any) -> None:
+        row, column = _rows(tile), pl.program_id(1) * tile.outputs
+        gates, ups = _normed_products(x_ref, norm_ref, norm, [gate_ref, up_ref], row, column, tile)
+        _store(out_ref, activation(gates) * ups, row, column)
+
+    return pl.pallas_call(
+        kernel,
+        grid=(pl.cdiv(x.shape[0], tile.rows), gate.shape[1] // tile.outputs),
+        out_shape=jax.ShapeDtypeStruct((x.shape[0], gate.shape[1]), x.dtype),
+        compiler_params=_params(tile),
+        interpret=interpret,
+        name="norm_gated",
+    )(x, norm.weight, gate, up)
+
+
+def linear_add(
+    x: jax.Array,
+    weight: jax.Array,
+    residual: jax.Array,
+    *,
+    tile: Tile | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """`residual + x @ W` [T, N], in one kernel.
+
+    Args:
+        x: [T, D].
+        weight: [D, N].
+        residual: [T, N].
+        tile: Other than the default.
+        interpret: As of `norm_linears`.
+    """
+    tile = _tile_for(x, (weight,), tile or (ADDED if x.dtype.itemsize == 2 else ADDED_FLOAT))
+
+    def kernel(x_ref: Any, weight_ref: Any, residual_ref: Any, out_ref: Any) -> None:
+        row, column = _rows(tile), pl.program_id(1) * tile.outputs
+        columns = column + jnp.arange(tile.outputs, dtype=jnp.int32)
+        mask = (row < x_ref.shape[0])[:, None]
+
+        def step(index: jax.Array, acc: jax.Array) -> jax.Array:
+            inputs = index * tile.inputs + jnp.arange(tile.inputs, dtype=jnp.int32)
+            part = plgpu.load(x_ref.at[row[:, None], inputs[None, :]], mask=mask, other=0.0)
+            return acc + _dot(part, plgpu.load(weight_ref.at[inputs[:, None], columns[None, :]]))
+
+        start = jnp.zeros((tile.rows, tile.outputs), jnp.float32)
+        product = lax.fori_loop(0, x_ref.shape[1] // tile.inputs, step, start)
+        at = residual_ref.at[row[:, None], columns[None, :]]
+        before = plgpu.load(at, mask=mask, other=0.0).astype(jnp.float32)
+        _store(out_ref, before + product, row, column)
+
+    return pl.pallas_call(
+        kernel,
+        grid=(pl.cdiv(x.shape[0], tile.rows), weight.shape[1] // tile.outputs),
+        out_shape=jax.ShapeDtypeStruct((x.shape[0], weight.shape[1]), residual.dtype),
+        compiler_params=_params(tile),
+        interpret=interpret,
+        name="linear_add",
+    )(x, weight, residual)
+
+
+def _normed_products(
+    x_ref: Any,
+    norm_ref: Any,
+    norm: Norm,
+    weight_refs: Sequence[Any],
+    row: jax.Array,
+    column: Any,
+    tile: Tile,
+) -> tuple[jax.Array, ...]:
+    """Products [rows, outputs] float32 of rows with the columns of each weight from `column` on.
+
+    The norm's weight multiplies inputs on the way in, its scale the sums.
+    """
+    mask, size = (row < x_ref.shape[0])[:, None], x_ref.shape[1]
+    columns = column + jnp.arange(tile.outputs, dtype=jnp.int32)
+
+    def step(
+        index: jax.Array, carry: tuple[jax.Array, tuple[jax.Array, ...]]
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        squares, sums = carry
+        inputs = index * tile.inputs + jnp.arange(tile.inputs, dtype=jnp.int32)
+        x = plgpu.load(x_ref.at[row[:, None], inputs[None, :]], mask=mask, other=0.0)
+        x = x.astype(jnp.float32)
+        factor = plgpu.load(norm_ref.at[inputs]).astype(jnp.float32) + norm.offset
+        part = (x * factor[None, :]).astype(x_ref.dtype)
+        at = (inputs[:, None], columns[None, :])
+        sums = tuple(
+            total + _dot(part, plgpu.load(ref.at[at]))
+            for total, ref in zip(sums, weight_refs, strict=True)
+        )
+        return squares + jnp.sum(x * x, axis=1), sums
+
+    zeros = jnp.zeros((tile.rows, tile.outputs), jnp.float32)
+    start = (jnp.zeros((tile.rows,), jnp.float32), (zeros,) * len(weight_refs))
+    squares, sums = lax.fori_loop(0, size // tile.inputs, step, start)
+    scale = 1.0 / jnp.sqrt(squares / size + norm.eps)
+    return tuple(total * scale[:, None] for total in sums)
+
+
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """In the precision that the process has chosen for float32, as XLA's products."""
+    return lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _rows(tile: Tile) -> jax.Array:
+    """The program's tokens."""
+    return pl.program_id(0) * tile.rows + jnp.arange(tile.rows, dtype=jnp.int32)
+
+
+def _store(out_ref: Any, values: jax.Array, row: jax.Array, column: Any) -> None:
+    columns = column + jnp.arange(values.shape[1], dtype=jnp.int32)
+    at = out_ref.at[row[:, None], columns[None, :]]
+    plgpu.store(at, values.astype(out_ref.dtype), mask=(row < out_ref.shape[0])[:, None])
+
+
+def _params(tile: Tile) -> Any:
+    return plgpu.CompilerParams(num_warps=tile.num_warps, num_stages=tile.num_stages)

@@ -1,0 +1,74 @@
+"""Products of few tokens on GPUs with the norms, gates and residuals around them in one kernel.
+
+Imported where such kernels may run: Pallas takes a tenth of a second to import.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TypeGuard
+
+import jax
+
+from sgljax_engine.kernels.gpu import linear
+from sgljax_engine.layers.target import Target
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedProducts:
+    """The kernels of `kernels.gpu.linear`. Static and hashable; activations tokens first.
+
+    Attributes:
+        norms: Whether norms and gates are in the kernels of their products; if not, they are
+            XLA's.
+        adds: Whether products are added to the residual in their kernel; if not, XLA adds them.
+        interpret: Run kernels as plain JAX operations on any device. Slow; for tests.
+    """
+
+    norms: bool = True
+    adds: bool = True
+    interpret: bool = False
+
+    def serves(self, x: jax.Array, weights: Sequence[object]) -> TypeGuard[Sequence[jax.Array]]:
+        """Whether it takes these: plain weights of the inputs' dtype, and few tokens."""
+        arrays = [weight for weight in weights if isinstance(weight, jax.Array)]
+        return len(arrays) == len(weights) and linear.is_served(x, arrays)
+
+    def norm_linears(
+        self,
+        x: jax.Array,
+        norm: jax.Array,
+        eps: float,
+        offset: float,
+        weights: Sequence[jax.Array],
+    ) -> tuple[jax.Array, ...]:
+        """`rms_norm(x) @ W` of each weight; arguments as of `basic.rms_norm`."""
+        made = linear.Norm(norm, eps, offset)
+        return linear.norm_linears(x, made, weights, interpret=self.interpret)
+
+    def norm_gated(
+        self,
+        x: jax.Array,
+        norm: jax.Array,
+        eps: float,
+        offset: float,
+        gate_up: Sequence[jax.Array],
+        activation: Callable[[jax.Array], jax.Array],
+    ) -> jax.Array:
+        """`activation(rms_norm(x) @ gate) * (rms_norm(x) @ up)`."""
+        made = linear.Norm(norm, eps, offset)
+        return linear.norm_gated(x, made, *gate_up, activation, interpret=self.interpret)
+
+    def linear_add(self, x: jax.Array, weight: jax.Array, residual: jax.Array) -> jax.Array:
+        """`residual + x @ W`."""
+        return linear.linear_add(x, weight, residual, interpret=self.interpret)
+
+
+def fused_problem(target: Target) -> str | None:
+    """Why the kernels cannot be used; None if they can."""
+    if target.platform != "gpu":
+        return f"it is for GPUs, the engine's devices are of kind {target.platform!r}"
+    if target.num_tensor_shards > 1:
+        return f"it is for one device, the engine shares weights over {target.num_tensor_shards}"
+    return None

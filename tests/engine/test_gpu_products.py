@@ -1,0 +1,172 @@
+"""The fused kernels of GPUs, interpreted against float64: products, and decode attention."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sgljax_engine.attention import pallas
+from sgljax_engine.attention.base import AttentionBackend, Prologue
+from sgljax_engine.attention.batch_invariant import ordered_backend
+from sgljax_engine.attention.pallas import PallasAttention
+from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.kernels.gpu.linear import (
+    MAX_TOKENS,
+    Norm,
+    is_served,
+    linear_add,
+    norm_gated,
+    norm_linears,
+)
+from sgljax_engine.layers import fused, kernels
+from sgljax_engine.layers.basic import Layout
+from sgljax_engine.layers.rope import rope_tables, rope_timescales
+from sgljax_engine.placement import submeshes
+from tests.engine.paged_cases import OPTIONS, RaggedCase, case_of, greedy_tokens, spread
+
+QUICK_COMPILE = "interpreted kernels of GPUs, which no user compiles for CPUs"
+
+ATTENTION = PallasAttention(interpret=True)
+SHAPES = {
+    # page_size, num_heads, num_kv_heads, num_queries, head_dim
+    "grouped": (16, 4, 2, 1, 64),
+    "small": (4, 3, 3, 1, 16),
+    "wide": (128, 8, 1, 1, 128),
+}
+TOLERANCES = {jnp.float32: 2e-5, jnp.bfloat16: 3e-2}
+
+
+def exact(x) -> np.ndarray:
+    return np.asarray(x, np.float64)
+
+
+def normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "dtype"), spread([1, 20, MAX_TOKENS - 1], [jnp.float32, jnp.bfloat16])
+)
+def test_products(num_tokens, dtype):
+    rng, eps, offset = np.random.default_rng(0), 1e-5, 1.0
+
+    def draw(*shape: int, scale: float = 1.0) -> jax.Array:
+        return jnp.asarray(scale * rng.normal(size=shape), dtype)
+
+    x, residual = draw(num_tokens, 256, scale=3.0), draw(num_tokens, 96)
+    weights = [draw(256, size, scale=1 / 16) for size in (96, 32, 32)]
+    norm = Norm(jnp.asarray(0.1 * rng.normal(size=256), jnp.float32), eps, offset)
+    assert is_served(x, weights)
+    h = normed(exact(x), exact(norm.weight) + offset, eps)
+    for out, weight in zip(norm_linears(x, norm, weights, interpret=True), weights, strict=True):
+        np.testing.assert_allclose(exact(out), h @ exact(weight), atol=2 * TOLERANCES[dtype])
+    gate, up = (h @ exact(weight) for weight in weights[1:])
+    gated = norm_gated(x, norm, *weights[1:], jax.nn.silu, interpret=True)
+    np.testing.assert_allclose(
+        exact(gated), gate / (1 + np.exp(-gate)) * up, atol=2 * TOLERANCES[dtype]
+    )
+    added = linear_add(x, weights[0], residual, interpret=True)
+    expected = exact(residual) + exact(x) @ exact(weights[0])
+    np.testing.assert_allclose(exact(added), expected, atol=3 * TOLERANCES[dtype])
+
+
+def test_what_is_not_served():
+    x, weight = jnp.zeros((8, 256)), jnp.zeros((256, 64))
+    assert is_served(x, [weight, weight])
+    assert not is_served(jnp.zeros((MAX_TOKENS + 1, 256)), [weight])
+    assert not is_served(x, [weight, jnp.zeros((256, 40))])
+    assert not is_served(x[:, :80], [weight[:80]])
+    assert not is_served(x, [weight.astype(jnp.bfloat16)])
+    assert not is_served(x.astype(jnp.float16), [weight.astype(jnp.float16)])
+
+
+def before(case: RaggedCase, *, has_norms: bool) -> tuple[list[jax.Array], Prologue, LayerKV]:
+    """Projections of the newest tokens of a case, and the cache without their keys, which is NaN.
+
+    The case's own queries, keys and values of these are what the prologue should make of them.
+    """
+    rng, dtype = np.random.default_rng(1), case.layer.k.dtype
+    tables, head_dim = case.tables, case.queries.shape[-1]
+    num_rows, num_kv_heads = len(case.queries), case.layer.k.shape[1]
+    sin, cos = rope_tables(tables.positions[:, 0], rope_timescales(head_dim, 1e4))
+    shapes = [(num_rows, count, head_dim) for count in (case.queries.shape[2], *[num_kv_heads] * 2)]
+    q, k, v = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+    norms = [1 + 0.1 * rng.normal(size=head_dim) if has_norms else np.ones(1) for _ in "qk"]
+
+    def prepare(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        x = normed(x, weight, 1e-6) if has_norms else x
+        first, second = np.split(x, 2, axis=-1)
+        s, c = exact(sin), exact(cos)
+        return np.concatenate([first * c - second * s, second * c + first * s], axis=-1)
+
+    case.queries[:, 0] = prepare(exact(q), norms[0])
+    new_keys, nan = prepare(exact(k), norms[1]), np.full((num_kv_heads, head_dim), np.nan)
+    pages_k, pages_v = (np.array(each, np.float32) for each in case.layer)
+    for i, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
+        page, offset = divmod(len(keys) - 1, case.layer.page_size)
+        at = np.asarray(tables.page_table)[i, page]
+        pages_k[at, :, offset], pages_v[at, :, offset] = nan, nan
+        keys[-1], values[-1] = new_keys[i], exact(v)[i]
+    prologue = Prologue(sin, cos)
+    if has_norms:
+        prologue = Prologue(sin, cos, *(jnp.asarray(x, jnp.float32) for x in norms), 1e-6, 0.0)
+    layer = LayerKV(jnp.asarray(pages_k, dtype), jnp.asarray(pages_v, dtype))
+    return [q, k, v], prologue, layer
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "has_norms", "dtype"),
+    spread(list(SHAPES), list(OPTIONS), [True, False], [jnp.float32, jnp.bfloat16]),
+)
+def test_attention_of_projections(shape, options, has_norms, dtype):
+    """Outputs, the new keys and values in their pages, and nothing else changed there."""
+    lengths = (1, 16, 17, 33, 290)
+    case = case_of(SHAPES[shape], dtype, lengths)
+    copies = [[np.array(each) for each in arrays] for arrays in (case.keys, case.values)]
+    case = case._replace(queries=np.array(case.queries), keys=copies[0], values=copies[1])
+    new, prologue, layer = before(case, has_norms=has_norms)
+
+    @jax.jit
+    def attend(new, layer, tables):
+        return ATTENTION.from_projections(*new, prologue, layer, tables, OPTIONS[options])
+
+    out, found = attend(new, layer, case.tables)
+    case.check(np.asarray(out, np.float32)[:, None], OPTIONS[options], atol=2 * TOLERANCES[dtype])
+    expected = [np.array(each, np.float32) for each in layer]
+    for i, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
+        page, offset = divmod(len(keys) - 1, layer.page_size)
+        at = np.asarray(case.tables.page_table)[i, page]
+        expected[0][at, :, offset], expected[1][at, :, offset] = keys[-1], values[-1]
+    for pages, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(pages, np.float32), wanted, atol=TOLERANCES[dtype])
+
+
+@pytest.mark.slow
+def test_engine_with_the_interpreted_kernels(monkeypatch):
+    """Decode through all fused kernels: the tokens of the portable backend."""
+    expected = greedy_tokens(attention_backend="xla", linear_backend="xla")
+    traced = []
+
+    def backend(target, head_dims):
+        del target, head_dims
+        found = AttentionBackend("pallas", ATTENTION, ordered_backend("cpu"))
+        return found._replace(projections=ATTENTION.from_projections)
+
+    def pick(name, target):
+        del name, target
+        products = Counted(interpret=True)
+        return kernels.LinearBackend("pallas", kernels.XlaKernels(fused=products))
+
+    class Counted(fused.FusedProducts):
+        def serves(self, x, weights):
+            traced.append(super().serves(x, weights))
+            return traced[-1]
+
+    monkeypatch.setattr(pallas, "gpu_backend", backend)
+    monkeypatch.setattr("sgljax_engine.builder.parts.pick_kernels", pick)
+    monkeypatch.setattr(submeshes, "default_layout", lambda platform: Layout.TOKENS_FIRST)
+    assert greedy_tokens(attention_backend="pallas", linear_backend="xla") == expected
+    assert len(traced) >= 3
+    assert all(traced)
