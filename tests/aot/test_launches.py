@@ -51,6 +51,7 @@ ENTRY %main (p: bf16[8,4]) -> bf16[8,4] {
 
 def test_the_body_of_the_loop_is_counted_by_kind():
     assert count_launches(Module(TEXT), {32}, num_layers=2) == StepLaunches(
+        total=8,
         products=2,
         own=1,
         fusions=2,

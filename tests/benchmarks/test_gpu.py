@@ -7,7 +7,7 @@ import json
 import jax
 import pytest
 
-from benchmarks.hardware import gpu, gpu_profile
+from benchmarks.hardware import gpu, gpu_ladder, gpu_profile
 
 
 @pytest.mark.slow
@@ -93,3 +93,33 @@ def test_the_profile_has_each_variant():
     assert "| off | 4.5 | 435 | 4.1 |" in lines
     assert "| all | failed: no such flag | | |" in lines
     assert "| `attention` | 28 | 2.3e+03 |" in lines
+
+
+@pytest.mark.slow
+def test_every_rung_runs(tmp_path, capsys):
+    output = tmp_path / "ladder.md"
+    gpu_ladder.main(["--smoke", "--output", str(output)])
+    rungs = json.loads(output.with_suffix(".json").read_text())["rungs"]
+    assert list(rungs) == list(gpu_ladder.RUNGS)
+    assert not [one["error"] for one in rungs.values() if "error" in one]
+    checked = [one for one in rungs.values() if "is_right" in one]
+    assert len(checked) == 7
+    assert all(one["is_right"] and one["compared tokens"] > 0 for one in checked)
+    # Each change computes in other steps: a switch that does nothing would not differ.
+    assert all(one["largest difference"] > 0 for one in checked[1:4])
+    capsys.readouterr()
+
+
+def test_a_wrong_rung_is_not_timed_and_a_dead_one_costs_no_other(monkeypatch):
+    names = list(gpu_ladder.RUNGS)[:3]
+    answers = iter([[{"step, ms": 4.0, "tokens/s": 32e3, "largest difference": 0.0}], [], []])
+    monkeypatch.setattr(gpu_ladder, "_lines_of", lambda *_: next(answers))
+    saved = []
+    found = gpu_ladder.run_rungs(names, 60.0, is_smoke=True, save=saved.append)
+    assert [one.get("error") for one in found.values()] == [None, *["its process died"] * 2]
+    assert len(saved) == 4
+    found[names[1]] = {"is_right": False, "largest difference": 0.5}
+    lines = gpu_ladder.report_lines(found)
+    assert f"| {names[0]} | 4 | 32,000 | 1.00 | 0 |" in lines
+    assert f"| {names[1]} | wrong, not timed | | | 0.5 |" in lines
+    assert f"| {names[2]} | failed: its process died | | | |" in lines

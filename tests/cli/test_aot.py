@@ -170,6 +170,7 @@ def test_the_table():
 
 def test_launches_of_a_gpu():
     launches = StepLaunches(
+        total=451,
         products=113,
         own=28,
         fusions=309,

@@ -63,7 +63,7 @@ def test_products(num_tokens, dtype):
     for out, weight in zip(norm_linears(x, norm, weights, interpret=True), weights, strict=True):
         np.testing.assert_allclose(exact(out), h @ exact(weight), atol=2 * TOLERANCES[dtype])
     gate, up = (h @ exact(weight) for weight in weights[1:])
-    gated = norm_gated(x, norm, *weights[1:], jax.nn.silu, interpret=True)
+    gated = norm_gated(x, norm, weights[1], weights[2], jax.nn.silu, interpret=True)
     np.testing.assert_allclose(
         exact(gated), gate / (1 + np.exp(-gate)) * up, atol=2 * TOLERANCES[dtype]
     )
@@ -111,7 +111,7 @@ def before(case: RaggedCase, *, has_norms: bool) -> tuple[list[jax.Array], Prolo
         keys[-1], values[-1] = new_keys[i], exact(v)[i]
     prologue = Prologue(sin, cos)
     if has_norms:
-        prologue = Prologue(sin, cos, *(jnp.asarray(x, jnp.float32) for x in norms), 1e-6, 0.0)
+        prologue = Prologue(sin, cos, *map(jnp.float32, norms), eps=1e-6)
     layer = LayerKV(jnp.asarray(pages_k, dtype), jnp.asarray(pages_v, dtype))
     return [q, k, v], prologue, layer
 
@@ -130,7 +130,9 @@ def test_attention_of_projections(shape, options, has_norms, dtype):
 
     @jax.jit
     def attend(new, layer, tables):
-        return ATTENTION.from_projections(*new, prologue, layer, tables, OPTIONS[options])
+        return ATTENTION.from_projections(
+            new[0], new[1], new[2], prologue, layer, tables, OPTIONS[options]
+        )
 
     out, found = attend(new, layer, case.tables)
     case.check(np.asarray(out, np.float32)[:, None], OPTIONS[options], atol=2 * TOLERANCES[dtype])
@@ -160,8 +162,8 @@ def test_engine_with_the_interpreted_kernels(monkeypatch):
         return kernels.LinearBackend("pallas", kernels.XlaKernels(fused=products))
 
     class Counted(fused.FusedProducts):
-        def serves(self, x, weights):
-            traced.append(super().serves(x, weights))
+        def serves(self, weights, x):
+            traced.append(super().serves(weights, x))
             return traced[-1]
 
     monkeypatch.setattr(pallas, "gpu_backend", backend)

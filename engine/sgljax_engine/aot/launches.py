@@ -45,6 +45,7 @@ class StepLaunches:
     A program with several loops is counted as one without: what they launch is not a step.
 
     Attributes:
+        total: All launches; a conditional counts as one.
         products: Matrix products: those that XLA compiles by Triton, and calls of libraries.
         own: Kernels that XLA did not make.
         fusions: All else that XLA compiles.
@@ -56,6 +57,7 @@ class StepLaunches:
             layer's KV pages or a weight.
     """
 
+    total: int
     products: int
     own: int
     fusions: int
@@ -64,12 +66,6 @@ class StepLaunches:
     others: int
     per_layer: float
     large_copies: int
-
-    @property
-    def total(self) -> int:
-        """All launches; a conditional counts as one."""
-        kinds = (self.products, self.own, self.fusions)
-        return sum(kinds) + self.copies + self.conditionals + self.others
 
 
 def count_launches(module: Module, large: Collection[int], num_layers: int) -> StepLaunches:
@@ -84,6 +80,7 @@ def count_launches(module: Module, large: Collection[int], num_layers: int) -> S
     instructions = list(_launched(module, step))
     kinds = Counter(map(_kind, instructions))
     return StepLaunches(
+        total=len(instructions),
         products=kinds["products"],
         own=kinds["own"],
         fusions=kinds["fusions"],

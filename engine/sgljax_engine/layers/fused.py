@@ -30,7 +30,7 @@ class FusedProducts:
     adds: bool = True
     interpret: bool = False
 
-    def serves(self, x: jax.Array, weights: Sequence[object]) -> TypeGuard[Sequence[jax.Array]]:
+    def serves(self, weights: Sequence[object], x: jax.Array) -> TypeGuard[Sequence[jax.Array]]:
         """Whether it takes these: plain weights of the inputs' dtype, and few tokens."""
         arrays = [weight for weight in weights if isinstance(weight, jax.Array)]
         return len(arrays) == len(weights) and linear.is_served(x, arrays)
@@ -53,12 +53,12 @@ class FusedProducts:
         norm: jax.Array,
         eps: float,
         offset: float,
-        gate_up: Sequence[jax.Array],
+        weights: Sequence[jax.Array],
         activation: Callable[[jax.Array], jax.Array],
     ) -> jax.Array:
-        """`activation(rms_norm(x) @ gate) * (rms_norm(x) @ up)`."""
-        made = linear.Norm(norm, eps, offset)
-        return linear.norm_gated(x, made, *gate_up, activation, interpret=self.interpret)
+        """`activation(rms_norm(x) @ gate) * (rms_norm(x) @ up)`, of these two weights."""
+        (gate, up), made = weights, linear.Norm(norm, eps, offset)
+        return linear.norm_gated(x, made, gate, up, activation, interpret=self.interpret)
 
     def linear_add(self, x: jax.Array, weight: jax.Array, residual: jax.Array) -> jax.Array:
         """`residual + x @ W`."""

@@ -247,9 +247,8 @@ class _Layers(NamedTuple):
     def prologue(self, sin: jax.Array, cos: jax.Array) -> Prologue:
         if not self.traits.has_qk_norm:
             return Prologue(sin, cos)
-        weights = (self.params[f"self_attn.{name}_norm.weight"] for name in "qk")
-        offset = 1.0 if self.traits.has_offset_norms else 0.0
-        return Prologue(sin, cos, *weights, self.context.config.rms_norm_eps, offset)
+        q_norm, eps, offset = self.norm_of("self_attn.q_norm")
+        return Prologue(sin, cos, q_norm, self.norm_of("self_attn.k_norm")[0], eps, offset)
 
     def before_attention(
         self, args: tuple[jax.Array, Rope, jax.Array | None]
@@ -374,7 +373,7 @@ class _Layers(NamedTuple):
     def norm_linears(self, norm: str, names: Sequence[str], x: jax.Array) -> Sequence[jax.Array]:
         """Projections of the normed `x`."""
         fused, weights = self.context.kernels.fused, self.fusable(names)
-        if fused is None or not fused.norms or not fused.serves(x, weights):
+        if fused is None or not fused.norms or not fused.serves(weights, x):
             h = self.norm(norm, x)
             return [self.linear(name, h) for name in names]
         found = fused.norm_linears(x, *self.norm_of(norm), weights)
@@ -385,14 +384,14 @@ class _Layers(NamedTuple):
         names = (f"{prefix}gate_proj", f"{prefix}up_proj")
         fused, weights = self.context.kernels.fused, self.fusable(names)
         has_bias = f"{names[0]}.bias" in self.params
-        if fused is None or not fused.norms or has_bias or not fused.serves(x, weights):
+        if fused is None or not fused.norms or has_bias or not fused.serves(weights, x):
             return self.gated(prefix, self.norm(norm, x))
         return fused.norm_gated(x, *self.norm_of(norm), weights, self.traits.activation)
 
     def add_linear(self, x: jax.Array, name: str, out: jax.Array) -> jax.Array:
         """`x` and a projection."""
         fused, weights = self.context.kernels.fused, self.fusable((name,))
-        if fused is None or not fused.adds or not fused.serves(out, weights):
+        if fused is None or not fused.adds or not fused.serves(weights, out):
             return x + self.linear(name, out)
         return self.with_bias(name, fused.linear_add(out, weights[0], x))
 
