@@ -129,6 +129,35 @@ class Prologue(NamedTuple):
     offset: float = 0.0
 
 
+class PrepareHeads(Protocol):
+    """What makes queries and keys of projections, with the same bits in any batch."""
+
+    def __call__(
+        self,
+        q_TDh: jax.Array,
+        k_TKh: jax.Array,
+        v_TKh: jax.Array,
+        prologue: Prologue,
+        layer: LayerKV | None,
+        slots: jax.Array | None,
+    ) -> tuple[jax.Array, LayerKV]:
+        """Prepares tokens.
+
+        Args:
+            q_TDh: [T, num_heads, head_dim] projections.
+            k_TKh: [T, num_kv_heads, head_dim].
+            v_TKh: [T, num_kv_heads, head_dim].
+            prologue: With sines and cosines [T, 1, h // 2].
+            layer: The cache without these tokens; None to write none.
+            slots: [T] int32, as for `WriteKV`; None without a cache.
+
+        Returns:
+            The queries, and the cache with these tokens; without a cache, keys and values as [T,
+            num_kv_heads, head_dim].
+        """
+        ...
+
+
 class ProjectionAttention(Protocol):
     """Attention of one token per row from its projections on."""
 
@@ -197,6 +226,7 @@ class AttentionBackend(NamedTuple):
         name: Name of `attend`, for reports.
         attend: Attention over pages, for prefill and scoring, and for decode without its own.
         batch_invariant: `attend` for an engine with deterministic sampling.
+        prepare: What is before `batch_invariant`, if it has a kernel.
         decode: Attention that decode uses instead, if any.
         prefill: Attention that prefill uses instead, if any.
         projections: Attention that decode uses instead of both where it may have norms and the
@@ -215,6 +245,7 @@ class AttentionBackend(NamedTuple):
     name: str
     attend: PagedAttention
     batch_invariant: PagedAttention
+    prepare: PrepareHeads | None = None
     decode: DecodeAttention | None = None
     prefill: PrefillAttention | None = None
     projections: ProjectionAttention | None = None

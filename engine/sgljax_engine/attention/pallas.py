@@ -16,9 +16,9 @@ from sgljax_engine.attention.base import (
     BlockTables,
     Prologue,
 )
-from sgljax_engine.attention.batch_invariant import ordered_backend
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.kernels.gpu.decode_attention import HeadNorms, decode_attention
+from sgljax_engine.kernels.gpu.invariant import NewHeads, Slots, prepare_heads
 from sgljax_engine.kernels.gpu.paged_attention import HEAD_DIMS, Scores, paged_attention
 from sgljax_engine.layers.target import Target, kv_axes, require_backend
 
@@ -28,11 +28,13 @@ class PallasAttention:
     """The `PagedAttention` backend "pallas", for prefill and decode. Static and hashable.
 
     Attributes:
+        is_invariant: Give a query the same bits in any batch.
         mesh: Axes over which query heads are sharded; None on one device. Kv heads are sharded over
             those that `kv_axes` says, and copied over the others.
         interpret: Run the kernel as plain JAX operations on any device. Slow; for tests.
     """
 
+    is_invariant: bool = False
     mesh: jax.sharding.AbstractMesh | None = None
     interpret: bool = False
 
@@ -42,8 +44,15 @@ class PallasAttention:
         """Attends; `head_dim` is one of `HEAD_DIMS`. The output is 0 where `kv_lens` is 0."""
 
         def call(q: jax.Array, layer: LayerKV, tables: BlockTables) -> jax.Array:
-            scores = Scores(*options)
-            return paged_attention(q, layer.k, layer.v, *tables, scores, interpret=self.interpret)
+            return paged_attention(
+                q,
+                layer.k,
+                layer.v,
+                *tables,
+                Scores(*options),
+                is_invariant=self.is_invariant,
+                interpret=self.interpret,
+            )
 
         run: Callable[..., Any] = call
         if self.mesh is not None:
@@ -69,15 +78,12 @@ class PallasAttention:
         options: AttentionOptions,
     ) -> tuple[jax.Array, LayerKV]:
         """Implements `base.ProjectionAttention`, on one device."""
-        norms = None
-        if prologue.q_norm is not None and prologue.k_norm is not None:
-            norms = HeadNorms(prologue.q_norm, prologue.k_norm, prologue.eps, prologue.offset)
         out, (k, v) = decode_attention(
             q_BDh,
             k_BKh,
             v_BKh,
             (prologue.sin[:, 0], prologue.cos[:, 0]),
-            norms,
+            _norms(prologue),
             (layer.k, layer.v),
             tables.page_table,
             tables.kv_lens,
@@ -85,6 +91,32 @@ class PallasAttention:
             interpret=self.interpret,
         )
         return out, LayerKV(k, v)
+
+    def prepare(
+        self,
+        q_TDh: jax.Array,
+        k_TKh: jax.Array,
+        v_TKh: jax.Array,
+        prologue: Prologue,
+        layer: LayerKV | None,
+        slots: jax.Array | None,
+    ) -> tuple[jax.Array, LayerKV]:
+        """Implements `base.PrepareHeads`, on one device."""
+        into = None if layer is None or slots is None else Slots(layer.k, layer.v, slots)
+        q, (k, v) = prepare_heads(
+            NewHeads(q_TDh, k_TKh, v_TKh),
+            (prologue.sin[:, 0], prologue.cos[:, 0]),
+            _norms(prologue),
+            into,
+            interpret=self.interpret,
+        )
+        return q, LayerKV(k, v)
+
+
+def _norms(prologue: Prologue) -> HeadNorms | None:
+    if prologue.q_norm is None or prologue.k_norm is None:
+        return None
+    return HeadNorms(prologue.q_norm, prologue.k_norm, prologue.eps, prologue.offset)
 
 
 def gpu_problem(target: Target, head_dims: Sequence[int]) -> str | None:
@@ -103,21 +135,27 @@ def gpu_backend(target: Target, head_dims: Sequence[int]) -> AttentionBackend:
     """
     require_backend(gpu_problem(target, head_dims), "attention_backend 'pallas'")
     attention = attention_for(target)
+    invariant = attention_for(target, is_invariant=True)
+    is_alone = attention.mesh is None
     return AttentionBackend(
         "pallas",
         attention,
-        ordered_backend("gpu"),
-        projections=attention.from_projections if attention.mesh is None else None,
+        invariant,
+        prepare=invariant.prepare if is_alone else None,
+        projections=attention.from_projections if is_alone else None,
     )
 
 
 @functools.cache
-def attention_for(target: Target, interpret: bool = False) -> PallasAttention:
+def attention_for(
+    target: Target, *, is_invariant: bool = False, interpret: bool = False
+) -> PallasAttention:
     """The attention of an engine's devices; the same object for equal ones, as JAX's caches need.
 
     Args:
         target: What the engine runs on.
+        is_invariant: As of `PallasAttention`.
         interpret: As of `PallasAttention`; for tests.
     """
     mesh = target.mesh if target.num_tensor_shards > 1 else None
-    return PallasAttention(mesh=mesh, interpret=interpret)
+    return PallasAttention(is_invariant=is_invariant, mesh=mesh, interpret=interpret)

@@ -18,6 +18,7 @@ from sgljax_engine.config import TOKEN_BLOCK, EngineConfig
 from sgljax_engine.kernels.cpu.longest_match import longest_match
 from sgljax_engine.kernels.cpu.panels import PANEL
 from sgljax_engine.layers.basic import SMALL_BATCH
+from sgljax_engine.layers.int8 import SCALE_SUFFIX
 from sgljax_engine.layers.kernels import CpuKernels, pick_kernels
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model
@@ -33,7 +34,7 @@ from sgljax_engine.runner.batches.batch import (
 from sgljax_engine.runner.batches.drafts import TextSizes
 from sgljax_engine.runner.compile.compiled import Lowerings
 from sgljax_engine.runner.compile.shapes import BatchShapes
-from sgljax_engine.runner.compile.widths import agreeing_widths
+from sgljax_engine.runner.compile.widths import agreeing_widths, require_invariance
 from sgljax_engine.runner.kv.plan import MemoryPlan, plan_memory
 from sgljax_engine.runner.programs.context import ProgramContext
 from sgljax_engine.runner.programs.drafts import search_text
@@ -202,13 +203,10 @@ def _program_context(
         lora_rank=config.lora.max_lora_rank if config.lora.max_loras else 0,
         returns_routed=config.cache.enable_return_routed_experts,
     )
+    sampler_width = None
     if runtime.enable_deterministic_sampling and not is_native:
-        # Of devices that nobody has, the one width that every engine has.
-        are_here = all(isinstance(weight, jax.Array) for weight in weights.values())
-        widths = (SMALL_BATCH,)
-        if are_here:
-            widths = agreeing_widths(definition, context, weights, placement.is_own_cpu)
-        context = context._replace(tile_widths=widths)
+        context = _batch_invariant(definition, context, weights, placement)
+        sampler_width = (context.tile_widths or (SMALL_BATCH,))[0]
     drafts = config.speculation
     num_drafts = drafts.speculative_num_draft_tokens if drafts.speculation != "off" else 0
     return ProgramContext(
@@ -221,8 +219,10 @@ def _program_context(
         decode_attention=attention.decode,
         prefill_attention=attention.prefill,
         projection_attention=attention.projections if kernels.fused is not None else None,
+        prepare=attention.prepare if context.kernels.is_batch_invariant else None,
         write_kv=attention.write_kv,
         sampler=NATIVE if is_native else XLA,
+        sampler_width=sampler_width,
         is_deterministic=bool(runtime.enable_deterministic_sampling),
         num_vocab_shards=placement.num_tensor_shards,
         heads_per_row=attention.heads_per_row,
@@ -231,6 +231,31 @@ def _program_context(
         verifies_blocks=attention.verifies_blocks,
         search=longest_match if is_native else search_text,
     )
+
+
+def _batch_invariant(
+    definition: ModelDefinition,
+    context: ModelContext,
+    weights: Mapping[str, jax.Array],
+    placement: Placement,
+) -> ModelContext:
+    """The context whose tokens have the same bits in any batch: by its kernels, else by tiles."""
+    # Of devices that nobody has, nothing can be found out.
+    are_here = all(isinstance(weight, jax.Array) for weight in weights.values())
+    if context.kernels.fused is not None and not context.lora_rank:
+        from sgljax_engine.layers.invariant import InvariantKernels, is_served
+
+        is_quantised = any(name.endswith(SCALE_SUFFIX) for name in weights)
+        specs = definition.param_specs(context.config)
+        if not is_quantised and is_served(context.config, specs, context.dtype):
+            context = context._replace(kernels=InvariantKernels.make())
+            if are_here:
+                require_invariance(definition, context, weights, placement.is_own_cpu)
+            return context
+    widths: tuple[int, ...] = (SMALL_BATCH,)
+    if are_here:
+        widths = agreeing_widths(definition, context, weights, placement.is_own_cpu)
+    return context._replace(tile_widths=widths)
 
 
 def _partial_outputs(

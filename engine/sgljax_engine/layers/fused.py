@@ -23,15 +23,20 @@ class FusedProducts:
         norms: Whether norms and gates are in the kernels of their products; if not, they are
             XLA's.
         adds: Whether products are added to the residual in their kernel; if not, XLA adds them.
+        is_fixed: Whether a token has the same bits whatever it is computed with. Then they take any
+            number of tokens.
         interpret: Run kernels as plain JAX operations on any device. Slow; for tests.
     """
 
     norms: bool = True
     adds: bool = True
+    is_fixed: bool = False
     interpret: bool = False
 
     def serves(self, weights: Sequence[object], x: jax.Array) -> TypeGuard[Sequence[jax.Array]]:
         """Whether it takes these: plain weights of the inputs' dtype, and few tokens."""
+        if x.shape[0] > linear.MAX_TOKENS and not self.is_fixed:
+            return False
         arrays = [weight for weight in weights if isinstance(weight, jax.Array)]
         return len(arrays) == len(weights) and linear.is_served(x, arrays)
 
@@ -45,7 +50,9 @@ class FusedProducts:
     ) -> tuple[jax.Array, ...]:
         """`rms_norm(x) @ W` of each weight; arguments as of `basic.rms_norm`."""
         made = linear.Norm(norm, eps, offset)
-        return linear.norm_linears(x, made, weights, interpret=self.interpret)
+        return linear.norm_linears(
+            x, made, weights, is_fixed=self.is_fixed, interpret=self.interpret
+        )
 
     def norm_gated(
         self,
@@ -58,11 +65,15 @@ class FusedProducts:
     ) -> jax.Array:
         """`activation(rms_norm(x) @ gate) * (rms_norm(x) @ up)`, of these two weights."""
         (gate, up), made = weights, linear.Norm(norm, eps, offset)
-        return linear.norm_gated(x, made, gate, up, activation, interpret=self.interpret)
+        return linear.norm_gated(
+            x, made, gate, up, activation, is_fixed=self.is_fixed, interpret=self.interpret
+        )
 
     def linear_add(self, x: jax.Array, weight: jax.Array, residual: jax.Array) -> jax.Array:
         """`residual + x @ W`."""
-        return linear.linear_add(x, weight, residual, interpret=self.interpret)
+        return linear.linear_add(
+            x, weight, residual, is_fixed=self.is_fixed, interpret=self.interpret
+        )
 
 
 def fused_problem(target: Target) -> str | None:

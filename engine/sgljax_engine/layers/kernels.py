@@ -72,7 +72,12 @@ class Kernels(Protocol):
 
     @property
     def fused(self) -> FusedProducts | None:
-        """Products with what is around them, for passes that need not be batch-invariant."""
+        """Products with what is around them, for passes without tiles."""
+        ...
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a token has the same bits whatever it is computed with, without tiles."""
         ...
 
     def weights(self, params: Mapping[str, jax.Array]) -> Mapping[str, Weight]:
@@ -165,6 +170,11 @@ class XlaKernels:
 
     mesh: jax.sharding.AbstractMesh | None = None
     fused: FusedProducts | None = None
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """False: libraries' products are not."""
+        return False
 
     def weights(self, params: Mapping[str, jax.Array]) -> Mapping[str, Weight]:
         """The weights of a program; a weight with a scale as int8."""
@@ -264,6 +274,11 @@ class CpuKernels:
     def fused(self) -> None:
         """None: `fuse` compiles what is around products."""
         return None
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """True."""
+        return True
 
     def weights(self, params: Mapping[str, jax.Array]) -> Mapping[str, Weight]:
         """The weights of a program, matrices as panels."""

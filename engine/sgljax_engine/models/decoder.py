@@ -216,8 +216,8 @@ class _Layers(NamedTuple):
     ) -> tuple[jax.Array, LayerCache | None, jax.Array | None]:
         inner, tokens = self._replace(params=weights, kind=kind), self.tokens
         if isinstance(self.attend, ProjectionAttend) and inner.has_plain_heads:
-            q, k, v = inner._replace(adapters=adapters).projections(x)
-            prologue = inner.prologue(*rope)
+            q, k, v = map(tokens.join, tokens.map(inner.projections, (x, adapters)))
+            prologue = inner.prologue(*map(tokens.join, rope))
             out, kv = self.attend.from_projections(q, k, v, prologue, kv, kind.options)
         else:
             q, new = tokens.map(inner.before_attention, (x, rope, adapters))
@@ -236,11 +236,14 @@ class _Layers(NamedTuple):
         has_values = "self_attn.v_proj.weight" in self.params
         return self.kind.owns_kv and has_values and not self.traits.has_value_norm
 
-    def projections(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def projections(
+        self, args: tuple[jax.Array, jax.Array | None]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values before the prologue; tokens first."""
         assert self.kind is not None
+        x, adapters = args
         names = [f"self_attn.{name}_proj" for name in "qkv"]
-        found = self.norm_linears("input_layernorm", names, x)
+        found = self._replace(adapters=adapters).norm_linears("input_layernorm", names, x)
         q, k, v = (self.layout.split_heads(each, self.kind.head_dim) for each in found)
         return q, k, v
 

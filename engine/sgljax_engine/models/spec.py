@@ -39,20 +39,23 @@ put into `layer_kv`.
 """
 
 
+AttendProjections = Callable[
+    [jax.Array, jax.Array, jax.Array, Prologue, LayerCache | None, AttentionOptions],
+    tuple[jax.Array, LayerCache],
+]
+"""(q[T, N, H], k[T, K, H], v[T, K, H], prologue, layer_kv, options) -> as `Attend`."""
+
+
 class ProjectionAttend(NamedTuple):
     """An `Attend` that also takes projections, of layers with a prologue and keys of their own.
 
     Attributes:
         attend: Of queries and keys.
-        from_projections: (q[T, N, H], k[T, K, H], v[T, K, H], prologue, layer_kv, options) ->
-            as `attend`.
+        from_projections: Of projections.
     """
 
     attend: Attend
-    from_projections: Callable[
-        [jax.Array, jax.Array, jax.Array, Prologue, LayerCache | None, AttentionOptions],
-        tuple[jax.Array, LayerCache],
-    ]
+    from_projections: AttendProjections
 
     def __call__(
         self,

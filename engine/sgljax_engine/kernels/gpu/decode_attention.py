@@ -156,8 +156,9 @@ def _attend(
     before = jnp.maximum(kv_len - 1, 0)
     dtype = refs.k_pages.dtype
 
-    q = _prepared(refs, refs.q, refs.q_norm, row, head[:, None], is_row[:, None], eps, offset)
-    k = _prepared(refs, refs.k, refs.k_norm, row, kv_head, None, eps, offset)
+    angles = (refs.sin, refs.cos)
+    q = rotated_heads(refs.q, refs.q_norm, angles, row, head[:, None], is_row[:, None], eps, offset)
+    k = rotated_heads(refs.k, refs.k_norm, angles, row, kv_head, None, eps, offset)
     q, k = q.astype(dtype), k.astype(dtype)
     dim = jnp.arange(head_dim, dtype=jnp.int32)
     v = plgpu.load(refs.v.at[row, kv_head, dim]).astype(dtype)
@@ -188,19 +189,20 @@ def _attend(
     plgpu.store(v_out_ref.at[at_page], v, mask=writes)
 
 
-def _prepared(
-    refs: _Refs,
+def rotated_heads(
     ref: Any,
     norm_ref: Any,
+    angles: tuple[Any, Any],
     row: jax.Array,
     head: jax.Array,
     mask: jax.Array | None,
     eps: float,
     offset: float,
 ) -> jax.Array:
-    """Heads [..., h] float32 of a row, normalised and rotated: `head` is [R, 1] or a scalar.
+    """Heads [..., h] float32 of a row, normalised and rotated; inside a kernel.
 
-    Each channel is read with its partner, which is half a head away.
+    `ref` is [T, N, h], `angles` the refs of sines and cosines [T, h // 2]; `head` is [R, 1] or,
+    without a mask, a scalar. Each channel is read with its partner, which is half a head away.
     """
     head_dim = ref.shape[-1]
     dim = jnp.arange(head_dim, dtype=jnp.int32)
@@ -223,6 +225,6 @@ def _prepared(
         weight_of_other = plgpu.load(norm_ref.at[partner]).astype(jnp.float32) + offset
         x, other = x * scale * wide(weight), other * scale * wide(weight_of_other)
     angle = lax.rem(dim, head_dim // 2)
-    sin, cos = plgpu.load(refs.sin.at[row, angle]), plgpu.load(refs.cos.at[row, angle])
+    sin, cos = (plgpu.load(each.at[row, angle]) for each in angles)
     sin = jnp.where(dim < head_dim // 2, -sin, sin)
     return x * wide(cos) + other * wide(sin)

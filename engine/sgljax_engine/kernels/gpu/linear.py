@@ -8,6 +8,9 @@ products that are added to them.
 
 Weights stay apart, each [in, out]: a program of the grid reads the one that its outputs belong to.
 
+With tiles that are `is_fixed`, the sums of a token have one order whatever it is computed with: a
+tile has the same rows for any number of tokens, each of which is summed over inputs in steps.
+
 Shape legend: T tokens, D inputs, N outputs of a weight.
 """
 
@@ -26,6 +29,7 @@ from jax.experimental.pallas import triton as plgpu
 MAX_TOKENS = 256
 """For more tokens, libraries' products are as fast, and their parts need not be read together."""
 
+DTYPES = (jnp.bfloat16, jnp.float32)
 _MIN_ROWS, _MIN_OUTPUTS, _MIN_INPUTS = 16, 16, 32
 
 
@@ -71,23 +75,22 @@ ADDED, ADDED_FLOAT = Tile(32, 32, 128), Tile(32, 32, 64)
 
 def is_served(x: jax.Array, weights: Sequence[jax.Array]) -> bool:
     """Whether the kernels take these inputs [T, D] and weights [D, N]."""
-    dtype = x.dtype
-    if dtype not in (jnp.bfloat16, jnp.float32) or x.shape[0] > MAX_TOKENS:
-        return False
-    return all(
-        weight.dtype == dtype
-        and weight.shape[0] % _MIN_INPUTS == 0
-        and weight.shape[1] % _MIN_OUTPUTS == 0
-        for weight in weights
+    return x.dtype in DTYPES and all(
+        weight.dtype == x.dtype and is_size_served(*weight.shape) for weight in weights
     )
 
 
-def _tile_for(x: jax.Array, weights: Sequence[jax.Array], tile: Tile) -> Tile:
-    """The tile, with no more rows than there are tokens, and parts of all weights' sizes."""
+def is_size_served(inputs: int, outputs: int) -> bool:
+    """Whether the kernels take weights [inputs, outputs]."""
+    return inputs % _MIN_INPUTS == 0 and outputs % _MIN_OUTPUTS == 0
+
+
+def _tile_for(x: jax.Array, weights: Sequence[jax.Array], tile: Tile, is_fixed: bool) -> Tile:
+    """The tile, with parts of all weights' sizes; unless fixed, with no more rows than tokens."""
     rows = 1 << max(x.shape[0] - 1, 0).bit_length()
     outputs = math.gcd(tile.outputs, *(weight.shape[1] for weight in weights))
     return tile._replace(
-        rows=min(max(rows, _MIN_ROWS), tile.rows),
+        rows=tile.rows if is_fixed else min(max(rows, _MIN_ROWS), tile.rows),
         outputs=outputs,
         inputs=math.gcd(tile.inputs, x.shape[1]),
     )
@@ -99,6 +102,7 @@ def norm_linears(
     weights: Sequence[jax.Array],
     *,
     tile: Tile | None = None,
+    is_fixed: bool = False,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
     """`norm(x) @ W` of several weights, in one kernel.
@@ -108,12 +112,15 @@ def norm_linears(
         norm: The norm.
         weights: Each [D, N], see `is_served`.
         tile: Other than the default.
+        is_fixed: Keep the tile's rows for fewer tokens too, so that bits do not depend on them.
         interpret: Run the kernel as plain JAX operations on any device. Slow; for tests.
 
     Returns:
         [T, N] of each weight, in the dtype of `x`.
     """
-    tile = _tile_for(x, weights, tile or (NORMED if x.dtype.itemsize == 2 else NORMED_FLOAT))
+    tile = _tile_for(
+        x, weights, tile or (NORMED if x.dtype.itemsize == 2 else NORMED_FLOAT), is_fixed
+    )
     starts = [0]
     for weight in weights:
         starts.append(starts[-1] + weight.shape[1] // tile.outputs)
@@ -153,6 +160,7 @@ def norm_gated(
     activation: Callable[[jax.Array], jax.Array],
     *,
     tile: Tile | None = None,
+    is_fixed: bool = False,
     interpret: bool = False,
 ) -> jax.Array:
     """`activation(norm(x) @ gate) * (norm(x) @ up)` [T, N], in one kernel.
@@ -163,10 +171,13 @@ def norm_gated(
         gate: [D, N].
         up: [D, N].
         activation: Elementwise.
-        tile: Other than the default.
+        tile: As of `norm_linears`.
+        is_fixed: As of `norm_linears`.
         interpret: As of `norm_linears`.
     """
-    tile = _tile_for(x, (gate, up), tile or (NORMED if x.dtype.itemsize == 2 else NORMED_FLOAT))
+    tile = _tile_for(
+        x, (gate, up), tile or (NORMED if x.dtype.itemsize == 2 else NORMED_FLOAT), is_fixed
+    )
 
     def kernel(x_ref: Any, norm_ref: Any, gate_ref: Any, up_ref: Any, out_ref: Any) -> None:
         row, column = _rows(tile), pl.program_id(1) * tile.outputs
@@ -189,6 +200,7 @@ def linear_add(
     residual: jax.Array,
     *,
     tile: Tile | None = None,
+    is_fixed: bool = False,
     interpret: bool = False,
 ) -> jax.Array:
     """`residual + x @ W` [T, N], in one kernel.
@@ -197,10 +209,13 @@ def linear_add(
         x: [T, D].
         weight: [D, N].
         residual: [T, N].
-        tile: Other than the default.
+        tile: As of `norm_linears`.
+        is_fixed: As of `norm_linears`.
         interpret: As of `norm_linears`.
     """
-    tile = _tile_for(x, (weight,), tile or (ADDED if x.dtype.itemsize == 2 else ADDED_FLOAT))
+    tile = _tile_for(
+        x, (weight,), tile or (ADDED if x.dtype.itemsize == 2 else ADDED_FLOAT), is_fixed
+    )
 
     def kernel(x_ref: Any, weight_ref: Any, residual_ref: Any, out_ref: Any) -> None:
         row, column = _rows(tile), pl.program_id(1) * tile.outputs

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -59,6 +60,7 @@ _TARGET_PROGRAMS = 1024
 """Programs that fill the GPU: about eight for each of an H200's 132 streaming multiprocessors."""
 
 _MIN_SPLIT_KEYS = 128
+_INVARIANT_SPLIT_KEYS, _INVARIANT_SPLITS = 1024, 8
 _MAX_SPLITS = 64
 _LOG2_E = math.log2(math.e)
 
@@ -86,6 +88,7 @@ class Tiling(NamedTuple):
         keys: Keys in a step of the loop.
         splits: Programs that share the context of a block.
         num_warps: Groups of 32 threads in a program.
+        split_steps: Steps of the loop in a split; None for as many as share the context equally.
     """
 
     rows: int
@@ -93,6 +96,7 @@ class Tiling(NamedTuple):
     keys: int
     splits: int
     num_warps: int
+    split_steps: int | None = None
 
 
 def _power_of_two(size: int) -> int:
@@ -118,6 +122,25 @@ def choose_tiling(q_shape: tuple[int, ...], k: jax.Array, max_pages: int) -> Til
     splits = min(_power_of_two(wanted), _power_of_two(useful), _MAX_SPLITS)
     num_warps = 8 if rows * max(head_dim, keys) > budget.wide_tile else 4
     return Tiling(rows, row_tiles, keys, splits, num_warps)
+
+
+def invariant_tiling(q_shape: tuple[int, ...], k: jax.Array, max_pages: int) -> Tiling:
+    """As `choose_tiling`, but a query has the same bits in any batch of the same `max_pages`.
+
+    Rows are the fewest that tensor cores take, for any number of queries; splits begin at the same
+    keys for any number of blocks. A query adds exact zeros for keys that only others see.
+    """
+    _, num_queries, num_heads, head_dim = q_shape
+    _, num_kv_heads, page_size, _ = k.shape
+    num_rows = num_queries * (num_heads // num_kv_heads)
+    alone = choose_tiling((1, 1, num_kv_heads, head_dim), k, max_pages)
+    split_keys = max(_INVARIANT_SPLIT_KEYS, pl.cdiv(max_pages * page_size, _INVARIANT_SPLITS))
+    split_steps = pl.cdiv(split_keys, alone.keys)
+    return alone._replace(
+        row_tiles=pl.cdiv(num_rows, alone.rows),
+        splits=pl.cdiv(max_pages * page_size, split_steps * alone.keys),
+        split_steps=split_steps,
+    )
 
 
 def _attend_to_split(
@@ -261,23 +284,32 @@ def steps_of_split(
     """The steps [begin, end) of the loop over keys that a split takes; none if begin >= end.
 
     All splits of a block get equally many steps. With a window, only steps with a key that some
-    query of the block sees are split.
+    query of the block sees are split; with fixed splits those without are left out.
     """
     first = 0
     if options.sliding_window is not None:
         oldest = jnp.maximum(first_position - options.sliding_window + 1, 0)
         first = lax.div(oldest, tiling.keys)
     last = lax.div(kv_len + tiling.keys - 1, tiling.keys)
+    if tiling.split_steps is not None:
+        begin = split * tiling.split_steps
+        return jnp.maximum(begin, first), jnp.minimum(begin + tiling.split_steps, last)
     each = lax.div(last - first + tiling.splits - 1, tiling.splits)
     begin = first + split * each
     return begin, jnp.minimum(begin + each, last)
 
 
-def combine(out_SNQDh: jax.Array, lse_SNQD: jax.Array) -> jax.Array:
-    """Combines the splits' outputs: [N, Q, D, h] float32; 0 for rows that saw no key."""
+def combine(out_SNQDh: jax.Array, lse_SNQD: jax.Array, *, is_ordered: bool = False) -> jax.Array:
+    """Combines the splits' outputs: [N, Q, D, h] float32; 0 for rows that saw no key.
+
+    Ordered sums add one split after another; the order of the others is the compiler's.
+    """
+    add_up: Callable[[jax.Array], jax.Array] = functools.partial(jnp.sum, axis=0)
+    if is_ordered:
+        add_up = functools.partial(functools.reduce, jnp.add)
     weights = jnp.exp2(lse_SNQD - jnp.max(lse_SNQD, axis=0, keepdims=True))
-    weights = weights / jnp.sum(weights, axis=0, keepdims=True)
-    return jnp.sum(out_SNQDh * weights[..., None], axis=0)
+    weights = weights / add_up(weights)
+    return add_up(out_SNQDh * weights[..., None])
 
 
 def paged_attention(
@@ -289,6 +321,7 @@ def paged_attention(
     kv_lens: jax.Array,
     options: Scores,
     *,
+    is_invariant: bool = False,
     interpret: bool = False,
 ) -> jax.Array:
     """Causal attention of query blocks over their requests' pages.
@@ -301,13 +334,15 @@ def paged_attention(
         positions: [N, Q] int32, position of each query in its request.
         kv_lens: [N] int32, keys that exist; 0 for an unused block.
         options: How scores are made. Static.
+        is_invariant: Give a query the same bits in any batch, see `invariant_tiling`.
         interpret: Run the kernel as plain JAX operations on any device. Slow; for tests.
 
     Returns:
         [N, Q, num_heads, head_dim] in the queries' dtype; 0 where `kv_lens` is 0.
     """
     num_blocks, num_kv_heads = q_NQDh.shape[0], k.shape[1]
-    tiling = choose_tiling(q_NQDh.shape, k, page_table.shape[1])
+    choose = invariant_tiling if is_invariant else choose_tiling
+    tiling = choose(q_NQDh.shape, k, page_table.shape[1])
     is_split = tiling.splits > 1
     out, lse = pl.pallas_call(
         functools.partial(_attend_to_split, tiling=tiling, options=options),
@@ -322,4 +357,6 @@ def paged_attention(
         interpret=interpret,
         name="paged_attention",
     )(q_NQDh, k, v, page_table, positions, kv_lens)
-    return combine(out, lse).astype(q_NQDh.dtype) if is_split else out[0]
+    if not is_split:
+        return out[0]
+    return combine(out, lse, is_ordered=is_invariant).astype(q_NQDh.dtype)

@@ -6,6 +6,8 @@ the same compiled loop body (`layers.tiles`), and attention sums in a fixed orde
 So before an engine starts, it runs the same tokens through a layer of each kind in tiles of each
 width, and uses only widths whose logits have the bits of `SMALL_BATCH`. These are all widths if
 matrix products of every width sum in the same order, as in XLA's CPU library they mostly do.
+
+Kernels that are batch-invariant need no tiles. Those of GPUs go through the same test.
 """
 
 from __future__ import annotations
@@ -54,35 +56,79 @@ def agreeing_widths(
     Raises:
         InvalidConfigError: when a token's bits depend on its place even within one width.
     """
-    rng = np.random.default_rng(0)
-    ids = rng.integers(0, context.config.vocab_size, _NUM_TOKENS, dtype=np.int32)
-    positions = rng.integers(0, context.config.context_length, _NUM_TOKENS, dtype=np.int32)
-    config, layers = _one_of_each_layer(context.config)
-    context = context._replace(config=config)
-    used = _weights_of_layers(weights, layers)
-    order = rng.permutation(_NUM_TOKENS)
-
-    # One function for both orders of a width, so that each width is compiled once.
-    run = jax.jit(_few_layers, static_argnums=(0, 1), compiler_options=compiler_options(is_own_cpu))
-
-    def logits(width: int, order: np.ndarray) -> jax.Array:
-        tiled = context._replace(tile_widths=(width,))
-        return run(model, tiled, used, ids[order], positions[order], np.int32(_NUM_TOKENS))
-
-    expected = logits(SMALL_BATCH, np.arange(_NUM_TOKENS))
+    probe = _Probe(model, context, weights, is_own_cpu)
+    expected = probe.logits(probe.in_order, SMALL_BATCH)
 
     def agrees(width: int) -> bool:
         # Compared on the devices: logits of a large vocabulary are much to fetch.
-        return bool(_has_bits_of(logits(width, order), expected, order))
+        return bool(_has_bits_of(probe.logits(probe.order, width), expected, probe.order))
 
     if not agrees(SMALL_BATCH):
-        raise InvalidConfigError(
-            "enable_deterministic_sampling cannot be kept here: on this device the bits of a token "
-            "depend on its place in the batch"
-        )
+        raise _cannot_be_kept("its place in the batch")
     agreeing = tuple(width for width in CANDIDATES if width == SMALL_BATCH or agrees(width))
     logger.info("tokens have the same bits in tiles of %s, of %s tried", agreeing, CANDIDATES)
     return agreeing
+
+
+def require_invariance(
+    model: ModelDefinition,
+    context: ModelContext,
+    weights: Mapping[str, jax.Array],
+    is_own_cpu: bool,
+) -> None:
+    """Checks kernels that are batch-invariant, for all tokens and for few. Any thread.
+
+    Args:
+        model: The architecture.
+        context: The model's context, without `tile_widths`.
+        weights: Physical weights.
+        is_own_cpu: Whether the devices are CPUs of this process.
+
+    Raises:
+        InvalidConfigError: when a token's bits depend on the others, or on their number.
+    """
+    probe = _Probe(model, context, weights, is_own_cpu)
+    expected = probe.logits(probe.in_order)
+    for number in (1, SMALL_BATCH, _NUM_TOKENS):
+        some = probe.order[:number]
+        if not _has_bits_of(probe.logits(some), expected, some):
+            raise _cannot_be_kept(f"what it is computed with, here {number} of {_NUM_TOKENS}")
+
+
+def _cannot_be_kept(what: str) -> InvalidConfigError:
+    return InvalidConfigError(
+        "enable_deterministic_sampling cannot be kept here: on this device the bits of a token "
+        f"depend on {what}"
+    )
+
+
+class _Probe:
+    """A few layers of a model, and tokens to run through them, in order or not."""
+
+    def __init__(
+        self,
+        model: ModelDefinition,
+        context: ModelContext,
+        weights: Mapping[str, jax.Array],
+        is_own_cpu: bool,
+    ) -> None:
+        rng = np.random.default_rng(0)
+        vocab_size, length = context.config.vocab_size, context.config.context_length
+        self._ids = rng.integers(0, vocab_size, _NUM_TOKENS, dtype=np.int32)
+        self._positions = rng.integers(0, length, _NUM_TOKENS, dtype=np.int32)
+        config, layers = _one_of_each_layer(context.config)
+        self._model, self._context = model, context._replace(config=config)
+        self._weights = _weights_of_layers(weights, layers)
+        self.in_order, self.order = np.arange(_NUM_TOKENS), rng.permutation(_NUM_TOKENS)
+        # One function for both orders of a width, so that each width is compiled once.
+        options = compiler_options(is_own_cpu)
+        self._run = jax.jit(_few_layers, static_argnums=(0, 1), compiler_options=options)
+
+    def logits(self, order: np.ndarray, width: int | None = None) -> jax.Array:
+        """Of the tokens in this order, in tiles of a width or together."""
+        tiled = self._context._replace(tile_widths=() if width is None else (width,))
+        ids, positions = self._ids[order], self._positions[order]
+        return self._run(self._model, tiled, self._weights, ids, positions, np.int32(len(order)))
 
 
 @jax.jit

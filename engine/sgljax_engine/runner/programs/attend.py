@@ -93,7 +93,23 @@ def paged_attend(
             layer = static.write_kv(layer, k, v, slots)
         return static.attention(split(q), layer, tables, options).reshape(q.shape), layer
 
-    return attend
+    prepare = static.prepare
+    if prepare is None:
+        return attend
+
+    def from_projections(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        prologue: Prologue,
+        layer: LayerCache | None,
+        options: AttentionOptions,
+    ) -> tuple[jax.Array, LayerCache]:
+        assert isinstance(layer, LayerKV)
+        q, layer = prepare(q, k, v, prologue, layer, pages.of(options).slots)
+        return attend(q, None, layer, options)
+
+    return ProjectionAttend(attend, from_projections)
 
 
 def decode_attend(static: ProgramContext, pages: Pages) -> Attend:

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
+
 from sgljax_engine.attention.base import (
     DecodeAttention,
     PagedAttention,
     PrefillAttention,
+    PrepareHeads,
     ProjectionAttention,
     WriteKV,
 )
 from sgljax_engine.cache.kv_pages import write_kv
+from sgljax_engine.layers.tiles import Tiles, Together, tokens_in_tiles
 from sgljax_engine.models.spec import ModelContext, ModelDefinition
 from sgljax_engine.runner.programs.drafts import Search, search_text, verify_widths
 from sgljax_engine.sampling.sampler import XLA, Sampler
@@ -30,8 +34,11 @@ class ProgramContext(NamedTuple):
         prefill_attention: Attention of prefill; None for `attention`.
         projection_attention: Attention of decode steps from projections on, for layers that it
             serves; None for `decode_attention`.
+        prepare: What makes queries and keys of projections and writes the cache, in all passes;
+            None where models do.
         write_kv: Writes the keys of prefill and decode into pages.
         sampler: Draws tokens and computes log-probs.
+        sampler_width: Width of the sampler's tiles; None to take all rows together.
         is_deterministic: Whether bits must not depend on who computed them.
         num_vocab_shards: Devices that share the vocabulary.
         heads_per_row: Kv heads in a row of the pages, see `PageLayout`.
@@ -51,8 +58,10 @@ class ProgramContext(NamedTuple):
     decode_attention: DecodeAttention | None = None
     prefill_attention: PrefillAttention | None = None
     projection_attention: ProjectionAttention | None = None
+    prepare: PrepareHeads | None = None
     write_kv: WriteKV = write_kv
     sampler: Sampler = XLA
+    sampler_width: int | None = None
     is_deterministic: bool = False
     num_vocab_shards: int = 1
     heads_per_row: int = 1
@@ -61,6 +70,14 @@ class ProgramContext(NamedTuple):
     max_step_tokens: int = 0
     verifies_blocks: bool = True
     search: Search = search_text
+
+    def sampler_tokens(self, num_rows: int, num_used: jax.Array) -> Together | Tiles:
+        """How rows go through the sampler: the compiler orders sums over the vocabulary.
+
+        The order may depend on the number of rows.
+        """
+        widths = () if self.sampler_width is None else (self.sampler_width,)
+        return tokens_in_tiles(widths, num_rows, num_used)
 
     @property
     def max_row_tokens(self) -> int:

@@ -214,10 +214,9 @@ def decode(
         )
 
     num_used = jnp.sum(rows.step_limits > 0, dtype=jnp.int32)
-    num_rows, widths = rows.input_ids.shape[0], static.context.tile_widths
-    tokens = tokens_in_tiles(widths, num_rows, num_used)
-    # The compiler orders sums over the vocabulary, and the order may depend on the width.
-    sampler_tokens = tokens_in_tiles(widths[:1], num_rows, num_used)
+    num_rows = rows.input_ids.shape[0]
+    tokens = tokens_in_tiles(static.context.tile_widths, num_rows, num_used)
+    sampler_tokens = static.sampler_tokens(num_rows, num_used)
     start = _Carry(
         step=jnp.zeros((), jnp.int32),
         caches=caches,

@@ -7,10 +7,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.attention.base import AttentionOptions, BlockTables
+from sgljax_engine.attention.base import AttentionOptions, BlockTables, PrepareHeads, Prologue
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.layers.tiles import tokens_in_tiles
-from sgljax_engine.models.spec import LayerCache, NewKV, Params
+from sgljax_engine.models.spec import (
+    Attend,
+    AttendProjections,
+    LayerCache,
+    NewKV,
+    Params,
+    ProjectionAttend,
+)
 from sgljax_engine.runner.batches.packing import ScoreBatch
 from sgljax_engine.runner.programs.context import ProgramContext
 from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch
@@ -62,13 +69,17 @@ def score(
     def in_blocks(x: jax.Array) -> jax.Array:
         return x.reshape(num_blocks, block, *x.shape[1:])
 
-    def attend(
+    def attend_own(
         q: jax.Array, new: NewKV | None, layer: LayerCache | None, options: AttentionOptions
     ) -> tuple[jax.Array, LayerCache]:
         if new is not None:
             layer = LayerKV(*(in_blocks(x).swapaxes(1, 2) for x in new))
         assert isinstance(layer, LayerKV)
         return static.attention(in_blocks(q), layer, tables, options).reshape(q.shape), layer
+
+    attend: Attend = attend_own
+    if static.prepare is not None:
+        attend = ProjectionAttend(attend_own, _prepared(static.prepare, attend_own))
 
     widths, per_pass = static.context.tile_widths, static.prefill_pass
     num_used = jnp.sum(batch.seq_lens > 0, dtype=jnp.int32) * block
@@ -96,7 +107,7 @@ def score(
         )
         # Not a constant, see `Tiles`; the whole tile, since there is nothing to save.
         num_rows = jnp.where(batch.num_scored > 0, width, 0).astype(jnp.int32)
-        rows = tokens_in_tiles(widths[:1], width, num_rows)
+        rows = static.sampler_tokens(width, num_rows)
         temperatures = jnp.full(width, temperature, jnp.float32)
         others = None
         if extras is not None:  # the same for all
@@ -109,6 +120,23 @@ def score(
     )
     wanted = jax.tree.map(places.split, (batch.places, batch.targets))
     return ScoreOutput(*jax.tree.map(places.join, places.map(score_tile, wanted)))
+
+
+def _prepared(prepare: PrepareHeads, attend: Attend) -> AttendProjections:
+    """What makes queries and keys of projections before `attend`."""
+
+    def from_projections(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        prologue: Prologue,
+        layer: LayerCache | None,
+        options: AttentionOptions,
+    ) -> tuple[jax.Array, LayerCache]:
+        q, new = prepare(q, k, v, prologue, None, None)
+        return attend(q, (new.k, new.v), layer, options)
+
+    return from_projections
 
 
 def _is_used(tables: BlockTables) -> jax.Array:

@@ -22,11 +22,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sgljax_engine.attention.base import AttentionOptions, BlockTables
+from sgljax_engine.attention.base import AttentionOptions, BlockTables, Prologue
 from sgljax_engine.cache.kv_pages import KVPages, LayerKV
 from sgljax_engine.config import TOKEN_BLOCK
 from sgljax_engine.layers.tiles import Tokens, tokens_in_tiles
-from sgljax_engine.models.spec import Attend, LayerCache, NewKV, Params
+from sgljax_engine.models.spec import Attend, LayerCache, NewKV, Params, ProjectionAttend
 from sgljax_engine.runner.batches.batch import DecodeBatch
 from sgljax_engine.runner.batches.page_ids import NO_SLOT
 from sgljax_engine.runner.programs.attend import Pages, of_blocks, paged_attend, slots_at
@@ -257,8 +257,7 @@ class _Run(NamedTuple):
             None if self.rows.adapters is None else self.rows.adapters[row],
         )
         assert out.kv is not None
-        # The compiler orders sums over the vocabulary, and the order may depend on the width.
-        tokens = tokens_in_tiles(widths[:1], width, num_used)
+        tokens = static.sampler_tokens(width, num_used)
         sampled = self._sample(logits, carry, packed, offset, most, tokens)
         # The last width has all places.
         sampled = jax.tree.map(lambda all_, new: all_.at[:width].set(new), passed.sampled, sampled)
@@ -316,7 +315,23 @@ class _Run(NamedTuple):
             out, layer = by_blocks(q, new, layer, options)
             return out[back], layer
 
-        return attend_blocks, slots
+        if not isinstance(by_blocks, ProjectionAttend):
+            return attend_blocks, slots
+        from_blocks = by_blocks.from_projections
+
+        def from_projections(
+            q: jax.Array,
+            k: jax.Array,
+            v: jax.Array,
+            prologue: Prologue,
+            layer: LayerCache | None,
+            options: AttentionOptions,
+        ) -> tuple[jax.Array, LayerCache]:
+            q, k, v, sin, cos = (x[places] for x in (q, k, v, prologue.sin, prologue.cos))
+            out, layer = from_blocks(q, k, v, prologue._replace(sin=sin, cos=cos), layer, options)
+            return out[back], layer
+
+        return ProjectionAttend(attend_blocks, from_projections), slots
 
     def _sample(
         self,

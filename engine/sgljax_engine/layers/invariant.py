@@ -1,0 +1,70 @@
+"""Kernels of GPUs that are batch-invariant: a token has the same bits whatever it is computed with.
+
+Imported where such kernels may run: Pallas takes a tenth of a second to import.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from sgljax_engine.kernels.gpu import invariant
+from sgljax_engine.kernels.gpu import linear as fused
+from sgljax_engine.layers.basic import Layout
+from sgljax_engine.layers.fused import FusedProducts
+from sgljax_engine.layers.kernels import Options, Weight, XlaKernels
+from sgljax_engine.model_config import ModelConfig
+from sgljax_engine.models.spec import ParamSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class InvariantKernels(XlaKernels):
+    """`XlaKernels` whose sums are those of `kernels.gpu`, for models that `is_served` takes.
+
+    Attributes:
+        interpret: Run kernels as plain JAX operations on any device. Slow; for tests.
+    """
+
+    interpret: bool = False
+
+    @classmethod
+    def make(cls, *, interpret: bool = False) -> InvariantKernels:
+        """Those of one device."""
+        return cls(None, FusedProducts(is_fixed=True, interpret=interpret), interpret)
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """True."""
+        return True
+
+    def linear(self, weight: Weight, x: jax.Array, options: Options) -> jax.Array:
+        """`x @ W`, tokens first."""
+        assert isinstance(weight, jax.Array)
+        assert options.layout is Layout.TOKENS_FIRST
+        return invariant.linear(x, weight, interpret=self.interpret)
+
+    def unembed(self, table_VD: Weight, hidden_TD: jax.Array) -> jax.Array:
+        """Logits [T, V] float32."""
+        assert isinstance(table_VD, jax.Array)
+        return invariant.unembed(hidden_TD, table_VD, interpret=self.interpret)
+
+    def norm(
+        self, x: jax.Array, weight: jax.Array | None, eps: float, offset: float, options: Options
+    ) -> jax.Array:
+        """Root-mean-square norm over features."""
+        del options
+        return invariant.rms_norm(x, weight, eps, offset, interpret=self.interpret)
+
+
+def is_served(model: ModelConfig, specs: Mapping[str, ParamSpec], dtype: jnp.dtype) -> bool:
+    """Whether the kernels take all of a model's weights, none of them quantised.
+
+    Not experts, nor layers that read the keys of others or make values of keys (Gemma 4).
+    """
+    attention = model.attention
+    is_plain = model.moe is None and not attention.kv_layers and attention.full_kv is None
+    sizes = [spec.shape for spec in specs.values() if spec.kind.is_projection]
+    return is_plain and dtype in fused.DTYPES and all(fused.is_size_served(*size) for size in sizes)
