@@ -23,7 +23,7 @@ ATTENTION_BACKENDS = ("auto", "native", "xla", "xla_tiles", "xla_rows", "pallas"
 """Names of `attention.registry.BACKENDS`. They are here too since a configuration is checked
 without JAX; a test compares them."""
 
-DETERMINISTIC_BACKENDS = ("auto", "native", "xla_rows")
+DETERMINISTIC_BACKENDS = ("auto", "native", "pallas", "xla_rows")
 """Attention backends that `enable_deterministic_sampling` accepts."""
 
 LINEAR_BACKENDS = ("auto", "native", "pallas", "xla")
@@ -195,7 +195,8 @@ class RuntimeConfig:
             available, on one x86-64 CPU, "tpu" on TPUs, "pallas" on NVIDIA GPUs, and a
             portable one elsewhere. See docs/performance.md.
         linear_backend: Backend of all but attention (projections, norms, sampling): one of
-            `LINEAR_BACKENDS`, with "auto" as above; "pallas" is for one GPU an engine.
+            `LINEAR_BACKENDS`. "auto" picks "native" where it is available, and "xla" elsewhere.
+            "pallas", fused kernels for one GPU an engine, has not run on a GPU yet.
         quantization: "int8" stores projections and output tables as 8-bit numbers with one scale
             per output, computed at each weight sync. They take a quarter of float32's memory, and
             of its time where memory is the limit. The log-probs are those of the rounded model, see
@@ -273,7 +274,7 @@ class RuntimeConfig:
         )
         if self.enable_deterministic_sampling:
             backend = self.attention_backend
-            expected = "'auto', 'native' or 'xla_rows' with enable_deterministic_sampling"
+            expected = "'auto', 'native', 'pallas' or 'xla_rows' with enable_deterministic_sampling"
             require(backend in DETERMINISTIC_BACKENDS, "attention_backend", backend, expected)
         if self.random_seed is not None:
             check_count("random_seed", self.random_seed, 0)

@@ -191,12 +191,26 @@ def test_a_layer_of_a_decode_step_is_five_kernels(dtype):
 
     XLA combines the splits of so few rows' contexts, and needs 14 kernels or more for all else.
     """
-    fused = compile_for("h100:1", (1, 1), dtype=dtype)["programs"][0]
+    fused = compile_for("h100:1", (1, 1), dtype=dtype, linear_backend="pallas")["programs"][0]
     assert (fused["name"], fused["launches"]["per_layer"]) == ("decode", 5 + 1)
     assert fused["launches"]["own"] == 5 * TWO_LAYERS.num_layers
     assert fused["launches"]["large_copies"] == fused["launches"]["copies"] == 0
     kv = KV_TOKENS * 2 * 2 * 4 * 128 * (2 if dtype == "bfloat16" else 4)
     assert fused["memory"]["alias_bytes"] == kv
-    xla = compile_for("h100:1", (1, 1), dtype=dtype, linear_backend="xla")["programs"][0]
+    xla = compile_for("h100:1", (1, 1), dtype=dtype)["programs"][0]
     assert xla["launches"]["own"] == TWO_LAYERS.num_layers
     assert xla["launches"]["total"] >= fused["launches"]["total"] + 8 * TWO_LAYERS.num_layers
+
+
+@needs_cuda_plugin
+@pytest.mark.slow
+def test_a_layer_of_a_deterministic_step_is_six_kernels():
+    """Queries, keys and cache are a kernel of their own, which prefill has too."""
+    found = compile_for(
+        "h100:1", (1, 1), linear_backend="pallas", enable_deterministic_sampling=True
+    )
+    decode, prefill, _ = found["programs"]
+    for program in (decode, prefill):
+        assert round(program["launches"]["per_layer"]) == 6
+        assert program["launches"]["large_copies"] == program["launches"]["products"] == 0
+    assert decode["launches"]["own"] == 6 * TWO_LAYERS.num_layers + 3  # sines, norm, logits

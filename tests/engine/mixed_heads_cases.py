@@ -196,7 +196,9 @@ def gpu_kernel() -> None:
     for case in kernel_cases():
         options = AttentionOptions(scale=0.1)
         one = jax.jit(PallasAttention(interpret=True).__call__, static_argnums=3)
-        several = jax.jit(pallas.attention_for(case.target("gpu"), True), static_argnums=3)
+        several = jax.jit(
+            pallas.attention_for(case.target("gpu"), interpret=True), static_argnums=3
+        )
         got = several(case.q, case.sharded_pages(), case.tables, options)
         assert not got.sharding.is_fully_replicated
         case.check(one(case.q, one_device(case.pages), case.tables, options), got)

@@ -111,8 +111,7 @@ def test_accelerators_have_portable_code(platform):
     found = pick_attention("auto", target, (80,))
     assert (found.name, found.attend) == ("xla", PORTABLE["xla"])
     assert (found.contiguous_kv, found.why_not_native) == ("never", None)
-    name = "pallas" if platform == "gpu" else "xla"
-    assert pick_kernels("auto", target)[::2] == (name, None)
+    assert pick_kernels("auto", target)[::2] == ("xla", None)
     assert pick_kernels("xla", target).kernels == XlaKernels()
 
 

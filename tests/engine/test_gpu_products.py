@@ -7,10 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sgljax_engine.attention import pallas
-from sgljax_engine.attention.base import AttentionBackend, Prologue
-from sgljax_engine.attention.batch_invariant import ordered_backend
-from sgljax_engine.attention.pallas import PallasAttention
+from sgljax_engine.attention.base import Prologue
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.kernels.gpu.linear import (
     MAX_TOKENS,
@@ -20,15 +17,14 @@ from sgljax_engine.kernels.gpu.linear import (
     norm_gated,
     norm_linears,
 )
-from sgljax_engine.layers import fused, kernels
-from sgljax_engine.layers.basic import Layout
+from sgljax_engine.layers import fused
 from sgljax_engine.layers.rope import rope_tables, rope_timescales
-from sgljax_engine.placement import submeshes
+from tests.engine.gpu_interpreted import ATTENTION, use_gpu_kernels
+from tests.engine.gpu_interpreted import OPTIONS as GPU
 from tests.engine.paged_cases import OPTIONS, RaggedCase, case_of, greedy_tokens, spread
 
 QUICK_COMPILE = "interpreted kernels of GPUs, which no user compiles for CPUs"
 
-ATTENTION = PallasAttention(interpret=True)
 SHAPES = {
     # page_size, num_heads, num_kv_heads, num_queries, head_dim
     "grouped": (16, 4, 2, 1, 64),
@@ -75,7 +71,9 @@ def test_products(num_tokens, dtype):
 def test_what_is_not_served():
     x, weight = jnp.zeros((8, 256)), jnp.zeros((256, 64))
     assert is_served(x, [weight, weight])
-    assert not is_served(jnp.zeros((MAX_TOKENS + 1, 256)), [weight])
+    many = jnp.zeros((MAX_TOKENS + 1, 256))
+    assert not fused.FusedProducts().serves([weight], many)
+    assert fused.FusedProducts(is_fixed=True).serves([weight], many)
     assert not is_served(x, [weight, jnp.zeros((256, 40))])
     assert not is_served(x[:, :80], [weight[:80]])
     assert not is_served(x, [weight.astype(jnp.bfloat16)])
@@ -151,24 +149,12 @@ def test_engine_with_the_interpreted_kernels(monkeypatch):
     expected = greedy_tokens(attention_backend="xla", linear_backend="xla")
     traced = []
 
-    def backend(target, head_dims):
-        del target, head_dims
-        found = AttentionBackend("pallas", ATTENTION, ordered_backend("cpu"))
-        return found._replace(projections=ATTENTION.from_projections)
-
-    def pick(name, target):
-        del name, target
-        products = Counted(interpret=True)
-        return kernels.LinearBackend("pallas", kernels.XlaKernels(fused=products))
-
     class Counted(fused.FusedProducts):
         def serves(self, weights, x):
             traced.append(super().serves(weights, x))
             return traced[-1]
 
-    monkeypatch.setattr(pallas, "gpu_backend", backend)
-    monkeypatch.setattr("sgljax_engine.builder.parts.pick_kernels", pick)
-    monkeypatch.setattr(submeshes, "default_layout", lambda platform: Layout.TOKENS_FIRST)
-    assert greedy_tokens(attention_backend="pallas", linear_backend="xla") == expected
+    use_gpu_kernels(monkeypatch, Counted(interpret=True))
+    assert greedy_tokens(**GPU) == expected
     assert len(traced) >= 3
     assert all(traced)

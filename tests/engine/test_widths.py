@@ -193,15 +193,16 @@ def test_a_device_on_which_place_matters_is_refused(monkeypatch):
 
 
 class TestConfig:
-    @pytest.mark.parametrize("backend", ["xla", "xla_tiles", "pallas"])
+    @pytest.mark.parametrize("backend", ["xla", "xla_tiles", "tpu"])
     def test_other_attention_is_refused(self, backend):
         message = (
-            rf"'auto', 'native' or 'xla_rows' with enable_deterministic_sampling, got '{backend}'"
+            "'auto', 'native', 'pallas' or 'xla_rows' with enable_deterministic_sampling, "
+            f"got '{backend}'"
         )
         with pytest.raises(InvalidConfigError, match=message):
             EngineConfig.from_options(FLAG | {"attention_backend": backend})
 
-    @pytest.mark.parametrize("backend", ["auto", "native", "xla_rows"])
+    @pytest.mark.parametrize("backend", ["auto", "native", "pallas", "xla_rows"])
     def test_others_may_be_asked_for(self, backend):
         config = EngineConfig.from_options(FLAG | {"attention_backend": backend})
         assert config.runtime.enable_deterministic_sampling

@@ -205,7 +205,7 @@ def _program_context(
     )
     sampler_width = None
     if runtime.enable_deterministic_sampling and not is_native:
-        context = _batch_invariant(definition, context, weights, placement)
+        context = _batch_invariant(definition, context, attention, weights, placement)
         sampler_width = (context.tile_widths or (SMALL_BATCH,))[0]
     drafts = config.speculation
     num_drafts = drafts.speculative_num_draft_tokens if drafts.speculation != "off" else 0
@@ -236,6 +236,7 @@ def _program_context(
 def _batch_invariant(
     definition: ModelDefinition,
     context: ModelContext,
+    attention: AttentionBackend,
     weights: Mapping[str, jax.Array],
     placement: Placement,
 ) -> ModelContext:
@@ -250,7 +251,8 @@ def _batch_invariant(
         if not is_quantised and is_served(context.config, specs, context.dtype):
             context = context._replace(kernels=InvariantKernels.make())
             if are_here:
-                require_invariance(definition, context, weights, placement.is_own_cpu)
+                prepare, is_own_cpu = attention.prepare, placement.is_own_cpu
+                require_invariance(definition, context, prepare, weights, is_own_cpu)
             return context
     widths: tuple[int, ...] = (SMALL_BATCH,)
     if are_here:

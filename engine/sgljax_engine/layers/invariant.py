@@ -6,16 +6,18 @@ Imported where such kernels may run: Pallas takes a tenth of a second to import.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sgljax_engine.kernels.gpu import invariant
 from sgljax_engine.kernels.gpu import linear as fused
 from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.fused import FusedProducts
 from sgljax_engine.layers.kernels import Options, Weight, XlaKernels
+from sgljax_engine.layers.rope import rope_angles
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.spec import ParamSpec
 
@@ -57,6 +59,17 @@ class InvariantKernels(XlaKernels):
         """Root-mean-square norm over features."""
         del options
         return invariant.rms_norm(x, weight, eps, offset, interpret=self.interpret)
+
+    def rope_tables(
+        self, positions: jax.Array, timescales: Callable[[], jax.Array], options: Options
+    ) -> tuple[jax.Array, jax.Array]:
+        """Sines and cosines of rotary angles."""
+        del options
+        with jax.ensure_compile_time_eval():  # the same bits in each program
+            constants = np.array(timescales())  # a copy: the program keeps no device array
+        angles = rope_angles(positions, jnp.asarray(constants))
+        sin, cos = invariant.sines(angles, interpret=self.interpret)
+        return sin[:, None], cos[:, None]
 
 
 def is_served(model: ModelConfig, specs: Mapping[str, ParamSpec], dtype: jnp.dtype) -> bool:

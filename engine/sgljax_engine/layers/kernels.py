@@ -359,7 +359,7 @@ class LinearBackend(NamedTuple):
 
 
 def pick_kernels(name: str, target: Target) -> LinearBackend:
-    """The backend of that name; "auto" picks "native" or "pallas" where available.
+    """The backend of that name; "auto" picks "native" where available.
 
     Args:
         name: One of `config.LINEAR_BACKENDS`.
@@ -373,14 +373,11 @@ def pick_kernels(name: str, target: Target) -> LinearBackend:
         require_backend(problem, "linear_backend 'native'")
     if problem is None and target.layout is Layout.PANELS:
         return LinearBackend("native", CpuKernels())
-    if name == "pallas" or (name == "auto" and target.platform == "gpu"):
+    if name == "pallas":
         from sgljax_engine.layers.fused import FusedProducts, fused_problem
 
-        why = fused_problem(target)
-        if name == "pallas":
-            require_backend(why, "linear_backend 'pallas'")
-        if why is None:
-            return LinearBackend("pallas", XlaKernels(fused=FusedProducts()))
+        require_backend(fused_problem(target), "linear_backend 'pallas'")
+        return LinearBackend("pallas", XlaKernels(fused=FusedProducts()))
     is_cpu = name == "auto" and target.platform == "cpu"
     mesh = target.mesh if target.num_tensor_shards > 1 else None
     return LinearBackend("xla", XlaKernels(mesh), problem if is_cpu else None)

@@ -164,6 +164,34 @@ def rms_norm(
     return out.reshape(x.shape)
 
 
+def sines(angles: jax.Array, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Sines and cosines [T, n] float32 of angles [T, n] float32.
+
+    Args:
+        angles: Of each token.
+        interpret: As of `linear`.
+    """
+    size = angles.shape[1]
+
+    def kernel(angles_ref: Any, sin_ref: Any, cos_ref: Any) -> None:
+        token, at = pl.program_id(0), jnp.arange(pl.next_power_of_2(size), dtype=jnp.int32)
+        exists = at < size
+        angle = plgpu.load(angles_ref.at[token, at], mask=exists, other=0.0)
+        plgpu.store(sin_ref.at[token, at], jnp.sin(angle), mask=exists)
+        plgpu.store(cos_ref.at[token, at], jnp.cos(angle), mask=exists)
+
+    table = jax.ShapeDtypeStruct(angles.shape, jnp.float32)
+    sin, cos = pl.pallas_call(
+        kernel,
+        grid=angles.shape[:1],
+        out_shape=(table, table),
+        compiler_params=plgpu.CompilerParams(num_warps=1),
+        interpret=interpret,
+        name="sines",
+    )(angles)
+    return sin, cos
+
+
 class NewHeads(NamedTuple):
     """Projections of tokens: q [T, num_heads, h]; k, v [T, num_kv_heads, h]."""
 

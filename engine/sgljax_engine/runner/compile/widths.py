@@ -21,13 +21,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sgljax_engine.attention.base import AttentionOptions
+from sgljax_engine.attention.base import AttentionOptions, PrepareHeads
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.layers.basic import SMALL_BATCH
 from sgljax_engine.layers.tiles import tokens_in_tiles
 from sgljax_engine.model_config import ModelConfig
-from sgljax_engine.models.spec import LayerCache, ModelContext, ModelDefinition, NewKV, Params
+from sgljax_engine.models.spec import (
+    Attend,
+    LayerCache,
+    ModelContext,
+    ModelDefinition,
+    NewKV,
+    Params,
+    ProjectionAttend,
+)
+from sgljax_engine.runner.programs.attend import prepared
 from sgljax_engine.xla_options import compiler_options
 
 logger = logging.getLogger(__name__)
@@ -73,6 +82,7 @@ def agreeing_widths(
 def require_invariance(
     model: ModelDefinition,
     context: ModelContext,
+    prepare: PrepareHeads | None,
     weights: Mapping[str, jax.Array],
     is_own_cpu: bool,
 ) -> None:
@@ -81,13 +91,14 @@ def require_invariance(
     Args:
         model: The architecture.
         context: The model's context, without `tile_widths`.
+        prepare: What makes queries and keys of projections, if not the model.
         weights: Physical weights.
         is_own_cpu: Whether the devices are CPUs of this process.
 
     Raises:
         InvalidConfigError: when a token's bits depend on the others, or on their number.
     """
-    probe = _Probe(model, context, weights, is_own_cpu)
+    probe = _Probe(model, context, weights, is_own_cpu, prepare)
     expected = probe.logits(probe.in_order)
     for number in (1, SMALL_BATCH, _NUM_TOKENS):
         some = probe.order[:number]
@@ -111,6 +122,7 @@ class _Probe:
         context: ModelContext,
         weights: Mapping[str, jax.Array],
         is_own_cpu: bool,
+        prepare: PrepareHeads | None = None,
     ) -> None:
         rng = np.random.default_rng(0)
         vocab_size, length = context.config.vocab_size, context.config.context_length
@@ -118,17 +130,20 @@ class _Probe:
         self._positions = rng.integers(0, length, _NUM_TOKENS, dtype=np.int32)
         config, layers = _one_of_each_layer(context.config)
         self._model, self._context = model, context._replace(config=config)
-        self._weights = _weights_of_layers(weights, layers)
+        self._weights, self._prepare = _weights_of_layers(weights, layers), prepare
         self.in_order, self.order = np.arange(_NUM_TOKENS), rng.permutation(_NUM_TOKENS)
         # One function for both orders of a width, so that each width is compiled once.
         options = compiler_options(is_own_cpu)
-        self._run = jax.jit(_few_layers, static_argnums=(0, 1), compiler_options=options)
+        self._run = jax.jit(_few_layers, static_argnums=(0, 1, 2), compiler_options=options)
 
     def logits(self, order: np.ndarray, width: int | None = None) -> jax.Array:
         """Of the tokens in this order, in tiles of a width or together."""
         tiled = self._context._replace(tile_widths=() if width is None else (width,))
         ids, positions = self._ids[order], self._positions[order]
-        return self._run(self._model, tiled, self._weights, ids, positions, np.int32(len(order)))
+        num_tokens = np.int32(len(order))
+        return self._run(
+            self._model, tiled, self._prepare, self._weights, ids, positions, num_tokens
+        )
 
 
 @jax.jit
@@ -178,6 +193,7 @@ def _weights_of_layers(
 def _few_layers(
     model: ModelDefinition,
     context: ModelContext,
+    prepare: PrepareHeads | None,
     weights: Params,
     ids: jax.Array,
     positions: jax.Array,
@@ -185,7 +201,7 @@ def _few_layers(
 ) -> jax.Array:
     """Logits [T, V] of a model of few layers in which each token sees only itself."""
 
-    def attend(
+    def attend_own(
         q: jax.Array, new: NewKV | None, layer: LayerCache | None, options: AttentionOptions
     ) -> tuple[jax.Array, LayerCache]:
         del options
@@ -194,8 +210,11 @@ def _few_layers(
         assert isinstance(layer, LayerKV)
         k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in layer)
         # Meaningless values, but bits of each input reach the output.
-        return v + 0.125 * q * k, layer
+        return v + (q + k), layer
 
+    attend: Attend = attend_own
+    if prepare is not None:
+        attend = ProjectionAttend(attend_own, prepared(prepare, attend_own))
     tokens = tokens_in_tiles(context.tile_widths, ids.shape[0], num_tokens)
     logits, _ = model.token_logits(weights, context, ids, positions, attend, None, tokens)
     return logits

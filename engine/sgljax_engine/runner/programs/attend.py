@@ -12,12 +12,13 @@ from sgljax_engine.attention.base import (
     BlockTables,
     DecodeAttention,
     PrefillAttention,
+    PrepareHeads,
     Prologue,
 )
 from sgljax_engine.attention.contiguous import contiguous_attention
 from sgljax_engine.cache.contiguous_kv import DecodeCache, write_contiguous_kv
 from sgljax_engine.cache.kv_pages import LayerKV, write_kv
-from sgljax_engine.models.spec import Attend, LayerCache, NewKV, ProjectionAttend
+from sgljax_engine.models.spec import Attend, AttendProjections, LayerCache, NewKV, ProjectionAttend
 from sgljax_engine.runner.batches.page_ids import NO_SLOT
 from sgljax_engine.runner.programs.context import ProgramContext
 
@@ -110,6 +111,23 @@ def paged_attend(
         return attend(q, None, layer, options)
 
     return ProjectionAttend(attend, from_projections)
+
+
+def prepared(prepare: PrepareHeads, attend: Attend) -> AttendProjections:
+    """`attend` of projections without pages: the keys that are made of them are all there are."""
+
+    def from_projections(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        prologue: Prologue,
+        layer: LayerCache | None,
+        options: AttentionOptions,
+    ) -> tuple[jax.Array, LayerCache]:
+        q, new = prepare(q, k, v, prologue, None, None)
+        return attend(q, (new.k, new.v), layer, options)
+
+    return from_projections
 
 
 def decode_attend(static: ProgramContext, pages: Pages) -> Attend:

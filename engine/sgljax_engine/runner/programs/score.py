@@ -7,18 +7,18 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.attention.base import AttentionOptions, BlockTables, PrepareHeads, Prologue
+from sgljax_engine.attention.base import AttentionOptions, BlockTables
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.layers.tiles import tokens_in_tiles
 from sgljax_engine.models.spec import (
     Attend,
-    AttendProjections,
     LayerCache,
     NewKV,
     Params,
     ProjectionAttend,
 )
 from sgljax_engine.runner.batches.packing import ScoreBatch
+from sgljax_engine.runner.programs.attend import prepared
 from sgljax_engine.runner.programs.context import ProgramContext
 from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch
 from sgljax_engine.sampling.sampler import map_logprobs
@@ -79,7 +79,7 @@ def score(
 
     attend: Attend = attend_own
     if static.prepare is not None:
-        attend = ProjectionAttend(attend_own, _prepared(static.prepare, attend_own))
+        attend = ProjectionAttend(attend_own, prepared(static.prepare, attend_own))
 
     widths, per_pass = static.context.tile_widths, static.prefill_pass
     num_used = jnp.sum(batch.seq_lens > 0, dtype=jnp.int32) * block
@@ -120,23 +120,6 @@ def score(
     )
     wanted = jax.tree.map(places.split, (batch.places, batch.targets))
     return ScoreOutput(*jax.tree.map(places.join, places.map(score_tile, wanted)))
-
-
-def _prepared(prepare: PrepareHeads, attend: Attend) -> AttendProjections:
-    """What makes queries and keys of projections before `attend`."""
-
-    def from_projections(
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        prologue: Prologue,
-        layer: LayerCache | None,
-        options: AttentionOptions,
-    ) -> tuple[jax.Array, LayerCache]:
-        q, new = prepare(q, k, v, prologue, None, None)
-        return attend(q, (new.k, new.v), layer, options)
-
-    return from_projections
 
 
 def _is_used(tables: BlockTables) -> jax.Array:

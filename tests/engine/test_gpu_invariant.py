@@ -1,0 +1,254 @@
+"""Kernels of GPUs for deterministic sampling, interpreted: values in float64, and bits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sgljax_engine import InvalidConfigError
+from sgljax_engine.attention.base import AttentionOptions, BlockTables, Prologue
+from sgljax_engine.attention.pallas import PallasAttention
+from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.kernels.gpu import invariant
+from sgljax_engine.kernels.gpu.invariant import linear, rms_norm, unembed
+from sgljax_engine.kernels.gpu.linear import Norm, linear_add, norm_gated, norm_linears
+from sgljax_engine.kernels.gpu.paged_attention import invariant_tiling
+from sgljax_engine.layers import fused
+from sgljax_engine.layers import invariant as layers
+from sgljax_engine.layers.rope import rope_tables, rope_timescales
+from sgljax_engine.models.registry import get_model
+from sgljax_engine.runner.batches.page_ids import NO_SLOT
+from tests.engine.determinism_cases import MODEL, Way, make_engine, requests, run, using
+from tests.engine.exactness_checks import check_bits
+from tests.engine.gpu_interpreted import INVARIANT, OPTIONS, use_gpu_kernels
+from tests.engine.models import MIXED_HEADS, TINY_MOE
+from tests.engine.paged_cases import OPTIONS as ATTENTION_OPTIONS
+from tests.engine.paged_cases import case_of, spread
+
+QUICK_COMPILE = "interpreted kernels of GPUs, which no user compiles for CPUs"
+
+TOLERANCES = {jnp.float32: 2e-5, jnp.bfloat16: 3e-2}
+SERVED = dataclasses.replace(MODEL, hidden_size=64)
+NUM_TOKENS = 150
+
+
+def exact(x) -> np.ndarray:
+    return np.asarray(x, np.float64)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_products_and_norms(dtype):
+    """Values, and the bits of some tokens among others and among many."""
+    rng, eps = np.random.default_rng(0), 1e-5
+
+    def draw(*shape: int, scale: float = 1.0) -> jax.Array:
+        return jnp.asarray(scale * rng.normal(size=shape), dtype)
+
+    x, residual = draw(NUM_TOKENS, 96, scale=3.0), draw(NUM_TOKENS, 96)
+    weight, other = (draw(96, 96, scale=1 / 16) for _ in "ab")
+    table, norm = draw(201, 96, scale=1 / 16), jnp.float32(0.1 * rng.normal(size=96))
+    how = {"is_fixed": True, "interpret": True}
+    made = Norm(norm, eps, 1.0)
+    h = exact(x) / np.sqrt(np.mean(exact(x) ** 2, axis=-1, keepdims=True) + eps)
+    gate, up = (h * (exact(norm) + 1.0) @ exact(each) for each in (weight, other))
+    cases = {
+        "linear": (lambda x, _: linear(x, weight, interpret=True), exact(x) @ exact(weight)),
+        "unembed": (lambda x, _: unembed(x, table, interpret=True), exact(x) @ exact(table).T),
+        "norm": (
+            lambda x, _: rms_norm(x, norm, eps, 1.0, interpret=True),
+            h * (exact(norm) + 1.0),
+        ),
+        "norm of ones": (lambda x, _: rms_norm(x, None, eps, 0.0, interpret=True), h),
+        "norm_linears": (lambda x, _: norm_linears(x, made, [weight, other], **how)[1], up),
+        "norm_gated": (
+            lambda x, _: norm_gated(x, made, weight, other, jax.nn.silu, **how),
+            gate / (1 + np.exp(-gate)) * up,
+        ),
+        "linear_add": (
+            lambda x, r: linear_add(x, weight, r, **how),
+            exact(residual) + exact(x) @ exact(weight),
+        ),
+    }
+    order = rng.permutation(NUM_TOKENS)
+    for name, (function, expected) in cases.items():
+        everything = jax.jit(function)(x, residual)
+        assert everything.dtype == (jnp.float32 if name == "unembed" else dtype)
+        np.testing.assert_allclose(
+            exact(everything), expected, atol=3 * TOLERANCES[dtype], err_msg=name
+        )
+        for number in (1, 17, NUM_TOKENS):
+            some = order[:number]
+            found = jax.jit(function)(x[some], residual[some])
+            np.testing.assert_array_equal(exact(found), exact(everything[some]), err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("heads", "has_norms", "dtype"),
+    spread([(4, 2), (20, 3)], [True, False], [jnp.float32, jnp.bfloat16]),
+)
+def test_heads(heads, has_norms, dtype):
+    """Norms and rotary embedding; with pages, what has a slot is written and nothing else."""
+    rng, head_dim, page_size = np.random.default_rng(0), 32, 4
+    shapes = [(5, count, head_dim) for count in (heads[0], heads[1], heads[1])]
+    q, k, v = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+    positions = jnp.asarray(rng.integers(0, 1000, 5), jnp.int32)
+    sin, cos = rope_tables(positions, rope_timescales(head_dim, 1e4))
+    weights = [jnp.float32(1 + 0.1 * rng.normal(size=head_dim)) for _ in "qk"]
+    prologue = Prologue(sin, cos)
+    if has_norms:
+        prologue = Prologue(sin, cos, weights[0], weights[1], 1e-6)
+
+    def prepared(x: jax.Array, weight: jax.Array) -> np.ndarray:
+        x64, s, c = exact(x), exact(sin), exact(cos)
+        if has_norms:
+            scale = np.sqrt(np.mean(x64 * x64, axis=-1, keepdims=True) + 1e-6)
+            x64 = x64 / scale * exact(weight)
+        a, b = np.split(x64, 2, axis=-1)
+        return np.concatenate([a * c - b * s, b * c + a * s], axis=-1)
+
+    atol = TOLERANCES[dtype]
+    new_q, (new_k, new_v) = INVARIANT.prepare(q, k, v, prologue, None, None)
+    np.testing.assert_allclose(exact(new_q), prepared(q, weights[0]), atol=atol)
+    np.testing.assert_allclose(exact(new_k), prepared(k, weights[1]), atol=atol)
+    np.testing.assert_array_equal(exact(new_v), exact(v))
+
+    pool = jnp.asarray(rng.normal(size=(3, heads[1], page_size, head_dim)), dtype)
+    layer = LayerKV(pool, pool + 1)
+    slots = jnp.array([7, NO_SLOT, 0, -3, 9], jnp.int32)
+    again, found = jax.jit(lambda layer: INVARIANT.prepare(q, k, v, prologue, layer, slots))(layer)
+    np.testing.assert_array_equal(exact(again), exact(new_q))
+    for pages, before, wanted in zip(found, layer, (new_k, new_v), strict=True):
+        expected = np.array(exact(before))
+        for token in (0, 2, 4):
+            page, place = divmod(int(slots[token]), page_size)
+            expected[page, :, place] = exact(wanted)[token]
+        np.testing.assert_array_equal(exact(pages), expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "dtype"),
+    spread(
+        [(16, 4, 2, 5, 64), (4, 3, 3, 11, 16), (32, 20, 1, 3, 32)],
+        list(ATTENTION_OPTIONS),
+        [jnp.float32, jnp.bfloat16],
+    ),
+)
+def test_attention(shape, options, dtype, monkeypatch):
+    """Values; and the bits of each query in a block of its own, in a batch of one."""
+    monkeypatch.setattr("sgljax_engine.kernels.gpu.paged_attention._INVARIANT_SPLIT_KEYS", 128)
+    case, wanted = case_of(shape, dtype), ATTENTION_OPTIONS[options]
+    width = case.tables.page_table.shape[1]
+    assert invariant_tiling(case.queries.shape, case.layer.k, width).splits >= 2
+    out = case.run(INVARIANT, wanted)
+    case.check(out, wanted, atol=TOLERANCES[dtype])
+
+    @jax.jit
+    def attend(query, tables):
+        return INVARIANT(query, case.layer, tables, wanted)
+
+    for row, query in ((0, 0), (1, shape[3] - 1), (3, 0), (3, 2)):
+        position = case.tables.positions[row, query]
+        alone = BlockTables(
+            case.tables.page_table[row : row + 1], position[None, None], position[None] + 1
+        )
+        found = attend(jnp.asarray(case.queries[row, query], dtype)[None, None], alone)
+        np.testing.assert_array_equal(np.asarray(found[0, 0], np.float32), out[row, query])
+
+
+def test_attention_of_others_is_not_invariant(monkeypatch):
+    """The comparison finds what depends on the batch: there, splits follow from it."""
+    case, options = case_of((16, 4, 2, 1, 64)), AttentionOptions(scale=0.2)
+    backends = PallasAttention(interpret=True), INVARIANT
+    few = [case.run(backend, options) for backend in backends]
+    # As if there were many more blocks than it takes long to interpret.
+    monkeypatch.setattr("sgljax_engine.kernels.gpu.paged_attention._TARGET_PROGRAMS", 1)
+    many = [case.run(backend, options) for backend in backends]
+    assert (few[0] != many[0]).any()
+    np.testing.assert_array_equal(few[1], many[1])
+
+
+def test_what_is_served():
+    def serves(model, dtype=jnp.bfloat16) -> bool:
+        specs = get_model(model.architecture).param_specs(model)
+        return layers.is_served(model, specs, jnp.dtype(dtype))
+
+    assert serves(SERVED)
+    assert not serves(SERVED, jnp.float16)
+    assert not serves(dataclasses.replace(SERVED, hidden_size=48))
+    assert not serves(TINY_MOE)
+    assert not serves(MIXED_HEADS)
+
+
+class TestEngine:
+    ASKED = [
+        each._replace(
+            prompt=each.prompt[:40],
+            params=dataclasses.replace(each.params, max_new_tokens=12, min_new_tokens=0),
+        )
+        for each in requests(24, MODEL.vocab_size)
+        if not each.params.changes_logits
+    ][:8]
+    ALONE = {
+        "max_running_requests": 1,
+        "token_buckets": (64,),
+        "chunked_prefill_size": 64,
+        "decode_steps": 1,
+    } | OPTIONS
+    OTHERS = {
+        "batch_buckets": (5,),
+        "max_running_requests": 5,
+        "token_buckets": (128,),
+        "chunked_prefill_size": 20,
+        "decode_steps": 4,
+        "page_size": 4,
+        "num_kv_tokens": 256,
+    } | OPTIONS
+
+    @pytest.mark.slow
+    def test_the_portable_code_agrees(self, monkeypatch):
+        with using("portable"):
+            with make_engine({"max_running_requests": 5, "page_size": 4}, SERVED) as engine:
+                portable = run(engine, self.ASKED, Way({}))
+            use_gpu_kernels(monkeypatch, fused.FusedProducts(interpret=True))
+            with make_engine(self.OTHERS, SERVED) as engine:
+                found = run(engine, self.ASKED, Way({}))
+        assert [bits.tokens for bits in found] == [bits.tokens for bits in portable]
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("speculation", ["off", pytest.param("always", marks=pytest.mark.soak)])
+    def test_no_bit_differs(self, monkeypatch, speculation):
+        """Alone; in batches, in chunks, with shared prefixes and retracted; and scored."""
+        use_gpu_kernels(monkeypatch, fused.FusedProducts(interpret=True))
+        with using("portable"):
+            with make_engine(self.ALONE, SERVED) as engine:
+                static = engine._group.loops[0]._core.runner._static
+                assert static.context.kernels == layers.InvariantKernels.make()
+                assert static.context.tile_widths == ()
+                expected = run(engine, self.ASKED, Way({}))
+            with make_engine(self.OTHERS | {"speculation": speculation}, SERVED) as engine:
+                check_bits(run(engine, self.ASKED, Way({})), expected)
+                texts = [
+                    [*asked.prompt, *bits.tokens]
+                    for asked, bits in zip(self.ASKED, expected, strict=True)
+                ]
+                starts = [len(asked.prompt) for asked in self.ASKED]
+                scores = engine.score(texts, start_lens=starts)
+        assert [each.tobytes() for each in scores] == [bits.logprobs for bits in expected]
+        assert len({bits.tokens for bits in expected}) > 5
+
+    @pytest.mark.slow
+    def test_kernels_that_are_not_invariant_are_found(self, monkeypatch):
+        use_gpu_kernels(monkeypatch, fused.FusedProducts(interpret=True))
+        real = invariant.unembed
+
+        def unembed(x, table, **options):
+            return real(x, table, **options) + 1e-3 * (len(x) == 1)
+
+        monkeypatch.setattr(invariant, "unembed", unembed)
+        message = "bits of a token depend on what it is computed with, here 1 of 512"
+        with using("portable"), pytest.raises(InvalidConfigError, match=message):
+            make_engine(self.ALONE, dataclasses.replace(SERVED, vocab_size=80))  # traced anew
