@@ -61,7 +61,7 @@ class Scaled(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the values."""
+        """Shape of the values."""
         return self.values.shape
 
 
