@@ -100,7 +100,8 @@ class Sizes:
         check_tokens: Greedy tokens of each row that are compared.
         bench_requests, bench_lengths: Of bench.py's workload: inputs and outputs.
         prefill_tokens: Prompt lengths.
-        product_rows: Rows of an MLP alone.
+        tile_rows: Rows of an MLP alone, by tiles.
+        hopper_rows: Likewise, by JAX's products.
         repeats: Timed runs; the median counts.
     """
 
@@ -110,12 +111,13 @@ class Sizes:
     bench_requests: int = 256
     bench_lengths: tuple[int, int] = (100, 1024)
     prefill_tokens: tuple[int, ...] = (512, 2048)
-    product_rows: tuple[int, ...] = (64, 128, 256)
+    tile_rows: tuple[int, ...] = (128, 64)
+    hopper_rows: tuple[int, ...] = (64, 128, 256)
     repeats: int = 5
 
     @classmethod
     def smoke(cls) -> Sizes:
-        """Runs in a minute on a CPU."""
+        """Runs in some minutes on a CPU."""
         return cls(
             engine=EngineSizes.smoke(),
             rows=4,
@@ -123,7 +125,8 @@ class Sizes:
             bench_requests=3,
             bench_lengths=(4, 8),
             prefill_tokens=(16,),
-            product_rows=(16,),
+            tile_rows=(16,),
+            hopper_rows=(16,),
             repeats=1,
         )
 
@@ -276,11 +279,13 @@ class Ladder:
         """Microseconds of an MLP, a layer after the other, by rows and variants."""
         is_int8, model = rung.quantization is not None, self.sizes.engine.model
         if rung.measure == "tiles":
+            counts = self.sizes.tile_rows
             variants = gpu_products.tiles(is_int8=is_int8, is_smoke=self.is_smoke)
         else:
+            counts = self.sizes.hopper_rows
             variants = gpu_products.hopper_int8() if is_int8 else gpu_products.hopper()
         found: dict[str, Any] = {}
-        for rows in self.sizes.product_rows:
+        for rows in counts:
             for name, took in gpu_products.measure(
                 (model.embed_dim, model.hidden_dim),
                 rows,
