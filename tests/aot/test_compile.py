@@ -185,19 +185,22 @@ def test_attention_of_a_gpu_is_a_kernel(num_gpus):
 
 @needs_cuda_plugin
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_layer_of_a_decode_step_is_five_kernels(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "quantization"), [("bfloat16", None), ("float32", None), ("bfloat16", "int8")]
+)
+def test_a_layer_of_a_decode_step_is_five_kernels(dtype, quantization):
     """Norm and q, k, v; attention; its output; norm, gate and up; down.
 
     XLA combines the splits of so few rows' contexts, and needs 14 kernels or more for all else.
     """
-    fused = compile_for("h100:1", (1, 1), dtype=dtype, linear_backend="pallas")["programs"][0]
+    options = {"dtype": dtype, "quantization": quantization}
+    fused = compile_for("h100:1", (1, 1), **options, linear_backend="pallas")["programs"][0]
     assert (fused["name"], fused["launches"]["per_layer"]) == ("decode", 5 + 1)
     assert fused["launches"]["own"] == 5 * TWO_LAYERS.num_layers
     assert fused["launches"]["large_copies"] == fused["launches"]["copies"] == 0
     kv = KV_TOKENS * 2 * 2 * 4 * 128 * (2 if dtype == "bfloat16" else 4)
     assert fused["memory"]["alias_bytes"] == kv
-    xla = compile_for("h100:1", (1, 1), dtype=dtype)["programs"][0]
+    xla = compile_for("h100:1", (1, 1), **options)["programs"][0]
     assert xla["launches"]["own"] == TWO_LAYERS.num_layers
     assert xla["launches"]["total"] >= fused["launches"]["total"] + 8 * TWO_LAYERS.num_layers
 

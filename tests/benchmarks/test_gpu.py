@@ -102,16 +102,26 @@ def test_every_rung_runs(tmp_path, capsys):
     rungs = json.loads(output.with_suffix(".json").read_text())["rungs"]
     assert list(rungs) == list(gpu_ladder.RUNGS)
     assert not [one["error"] for one in rungs.values() if "error" in one]
-    checked = [one for one in rungs.values() if "is_right" in one]
-    assert len(checked) == 7
-    assert all(one["is_right"] and one["compared tokens"] > 0 for one in checked)
+    checked = {name: one for name, one in rungs.items() if "is_right" in one}
+    assert len(checked) == 12
+    assert all(one["is_right"] and one["compared tokens"] > 0 for one in checked.values())
     # Each change computes in other steps: a switch that does nothing would not differ.
-    assert all(one["largest difference"] > 0 for one in checked[1:4])
+    changes = [one for name, one in checked.items() if gpu_ladder.RUNGS[name].fused]
+    assert all(one["largest difference"] > 0 for one in changes)
+    assert rungs["JAX and a kernel"]["JAX"] == jax.__version__
+    for name in ("an MLP alone, by tiles", "an MLP alone in int8, by tiles"):
+        times = [value for key, value in rungs[name].items() if key.endswith(", us")]
+        assert len(times) > 8
+        assert all(isinstance(value, float) and value > 0 for value in times), rungs[name]
+    not_run = {name for name, one in rungs.items() if "not run" in one}
+    if jax.default_backend() != "gpu":
+        assert not_run == {name for name in rungs if "Hopper" in name}
+        assert "- not run: it needs a Hopper GPU, the device is of kind" in output.read_text()
     capsys.readouterr()
 
 
 def test_a_wrong_rung_is_not_timed_and_a_dead_one_costs_no_other(monkeypatch):
-    names = list(gpu_ladder.RUNGS)[:3]
+    names = list(gpu_ladder.RUNGS)[1:4]
     answers = iter([[{"step, ms": 4.0, "tokens/s": 32e3, "largest difference": 0.0}], [], []])
     monkeypatch.setattr(gpu_ladder, "_lines_of", lambda *_: next(answers))
     saved = []

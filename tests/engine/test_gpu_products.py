@@ -12,6 +12,7 @@ from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.kernels.gpu.linear import (
     MAX_TOKENS,
     Norm,
+    Scaled,
     is_served,
     linear_add,
     norm_gated,
@@ -38,14 +39,21 @@ def exact(x) -> np.ndarray:
     return np.asarray(x, np.float64)
 
 
+def exact_weight(weight) -> np.ndarray:
+    if isinstance(weight, Scaled):
+        return exact(weight.values) * exact(weight.scale)
+    return exact(weight)
+
+
 def normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 
+@pytest.mark.parametrize("is_int8", [False, True])
 @pytest.mark.parametrize(
     ("num_tokens", "dtype"), spread([1, 20, MAX_TOKENS - 1], [jnp.float32, jnp.bfloat16])
 )
-def test_products(num_tokens, dtype):
+def test_products(num_tokens, dtype, is_int8):
     rng, eps, offset = np.random.default_rng(0), 1e-5, 1.0
 
     def draw(*shape: int, scale: float = 1.0) -> jax.Array:
@@ -53,18 +61,26 @@ def test_products(num_tokens, dtype):
 
     x, residual = draw(num_tokens, 256, scale=3.0), draw(num_tokens, 96)
     weights = [draw(256, size, scale=1 / 16) for size in (96, 32, 32)]
+    if is_int8:
+        weights = [
+            Scaled(
+                jnp.asarray(rng.integers(-127, 128, weight.shape), jnp.int8),
+                jnp.asarray(rng.uniform(1e-4, 1e-3, weight.shape[1]), jnp.float32),
+            )
+            for weight in weights
+        ]
     norm = Norm(jnp.asarray(0.1 * rng.normal(size=256), jnp.float32), eps, offset)
     assert is_served(x, weights)
     h = normed(exact(x), exact(norm.weight) + offset, eps)
     for out, weight in zip(norm_linears(x, norm, weights, interpret=True), weights, strict=True):
-        np.testing.assert_allclose(exact(out), h @ exact(weight), atol=2 * TOLERANCES[dtype])
-    gate, up = (h @ exact(weight) for weight in weights[1:])
+        np.testing.assert_allclose(exact(out), h @ exact_weight(weight), atol=2 * TOLERANCES[dtype])
+    gate, up = (h @ exact_weight(weight) for weight in weights[1:])
     gated = norm_gated(x, norm, weights[1], weights[2], jax.nn.silu, interpret=True)
     np.testing.assert_allclose(
         exact(gated), gate / (1 + np.exp(-gate)) * up, atol=2 * TOLERANCES[dtype]
     )
     added = linear_add(x, weights[0], residual, interpret=True)
-    expected = exact(residual) + exact(x) @ exact(weights[0])
+    expected = exact(residual) + exact(x) @ exact_weight(weights[0])
     np.testing.assert_allclose(exact(added), expected, atol=3 * TOLERANCES[dtype])
 
 
@@ -77,6 +93,9 @@ def test_what_is_not_served():
     assert not is_served(x, [weight, jnp.zeros((256, 40))])
     assert not is_served(x[:, :80], [weight[:80]])
     assert not is_served(x, [weight.astype(jnp.bfloat16)])
+    assert not is_served(x, [weight.astype(jnp.int8)])
+    assert is_served(x, [Scaled(weight.astype(jnp.int8), jnp.ones(64))])
+    assert not is_served(x, [Scaled(jnp.zeros((256, 40), jnp.int8), jnp.ones(40))])
     assert not is_served(x.astype(jnp.float16), [weight.astype(jnp.float16)])
 
 
@@ -144,9 +163,11 @@ def test_attention_of_projections(shape, options, has_norms, dtype):
 
 
 @pytest.mark.slow
-def test_engine_with_the_interpreted_kernels(monkeypatch):
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_engine_with_the_interpreted_kernels(monkeypatch, quantization):
     """Decode through all fused kernels: the tokens of the portable backend."""
-    expected = greedy_tokens(attention_backend="xla", linear_backend="xla")
+    common = {"linear_backend": "xla", "quantization": quantization}
+    expected = greedy_tokens(attention_backend="xla", **common)
     traced = []
 
     class Counted(fused.FusedProducts):
@@ -155,6 +176,6 @@ def test_engine_with_the_interpreted_kernels(monkeypatch):
             return traced[-1]
 
     use_gpu_kernels(monkeypatch, Counted(interpret=True))
-    assert greedy_tokens(**GPU) == expected
+    assert greedy_tokens(**GPU, quantization=quantization) == expected
     assert len(traced) >= 3
     assert all(traced)

@@ -12,7 +12,11 @@ from typing import TypeGuard
 import jax
 
 from sgljax_engine.kernels.gpu import linear
+from sgljax_engine.layers.int8 import Int8Weight
 from sgljax_engine.layers.target import Target
+
+PlainWeight = jax.Array | Int8Weight
+"""[in, out]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +37,12 @@ class FusedProducts:
     is_fixed: bool = False
     interpret: bool = False
 
-    def serves(self, weights: Sequence[object], x: jax.Array) -> TypeGuard[Sequence[jax.Array]]:
-        """Whether it takes these: plain weights of the inputs' dtype, and few tokens."""
+    def serves(self, weights: Sequence[object], x: jax.Array) -> TypeGuard[Sequence[PlainWeight]]:
+        """Whether it takes these: weights in the inputs' dtype or in int8, and few tokens."""
         if x.shape[0] > linear.MAX_TOKENS and not self.is_fixed:
             return False
-        arrays = [weight for weight in weights if isinstance(weight, jax.Array)]
-        return len(arrays) == len(weights) and linear.is_served(x, arrays)
+        plain = [weight for weight in weights if isinstance(weight, PlainWeight)]
+        return len(plain) == len(weights) and linear.is_served(x, [*map(_given, plain)])
 
     def norm_linears(
         self,
@@ -46,13 +50,12 @@ class FusedProducts:
         norm: jax.Array,
         eps: float,
         offset: float,
-        weights: Sequence[jax.Array],
+        weights: Sequence[PlainWeight],
     ) -> tuple[jax.Array, ...]:
         """`rms_norm(x) @ W` of each weight; arguments as of `basic.rms_norm`."""
         made = linear.Norm(norm, eps, offset)
-        return linear.norm_linears(
-            x, made, weights, is_fixed=self.is_fixed, interpret=self.interpret
-        )
+        given = [_given(weight) for weight in weights]
+        return linear.norm_linears(x, made, given, is_fixed=self.is_fixed, interpret=self.interpret)
 
     def norm_gated(
         self,
@@ -60,20 +63,27 @@ class FusedProducts:
         norm: jax.Array,
         eps: float,
         offset: float,
-        weights: Sequence[jax.Array],
+        weights: Sequence[PlainWeight],
         activation: Callable[[jax.Array], jax.Array],
     ) -> jax.Array:
         """`activation(rms_norm(x) @ gate) * (rms_norm(x) @ up)`, of these two weights."""
-        (gate, up), made = weights, linear.Norm(norm, eps, offset)
+        (gate, up), made = map(_given, weights), linear.Norm(norm, eps, offset)
         return linear.norm_gated(
             x, made, gate, up, activation, is_fixed=self.is_fixed, interpret=self.interpret
         )
 
-    def linear_add(self, x: jax.Array, weight: jax.Array, residual: jax.Array) -> jax.Array:
+    def linear_add(self, x: jax.Array, weight: PlainWeight, residual: jax.Array) -> jax.Array:
         """`residual + x @ W`."""
         return linear.linear_add(
-            x, weight, residual, is_fixed=self.is_fixed, interpret=self.interpret
+            x, _given(weight), residual, is_fixed=self.is_fixed, interpret=self.interpret
         )
+
+
+def _given(weight: PlainWeight) -> linear.Weight:
+    """The weight as the kernels take it."""
+    if isinstance(weight, Int8Weight):
+        return linear.Scaled(weight.values, weight.scale)
+    return weight
 
 
 def fused_problem(target: Target) -> str | None:

@@ -41,9 +41,11 @@ def int8_linear(x: jax.Array, weight: Int8Weight, layout: Layout) -> jax.Array:
     return product * layout.per_feature(weight.scale).astype(x.dtype)
 
 
-def int8_unembed(x_TD: jax.Array, table_VD: Int8Weight) -> jax.Array:
-    """Logits [T, V] float32."""
-    return unembed(x_TD, table_VD.values.astype(x_TD.dtype)) * table_VD.scale[None, :]
+def int8_unembed(
+    x_TD: jax.Array, table_VD: Int8Weight, dtype: jax.typing.DTypeLike | None = None
+) -> jax.Array:
+    """Logits [T, V] float32; products are rounded as `unembed` does."""
+    return unembed(x_TD, table_VD.values.astype(x_TD.dtype), dtype) * table_VD.scale[None, :]
 
 
 def int8_embed(table_VD: Int8Weight, ids_T: jax.Array, dtype: jnp.dtype) -> jax.Array:

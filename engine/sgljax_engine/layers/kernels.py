@@ -198,12 +198,11 @@ class XlaKernels:
 
     def unembed(self, table_VD: Weight, hidden_TD: jax.Array) -> jax.Array:
         """Logits [T, V] float32."""
+        dtype = None if self.fused is None else jnp.float32
         if isinstance(table_VD, Int8Weight):
-            return int8_unembed(hidden_TD, table_VD)
+            return int8_unembed(hidden_TD, table_VD, dtype)
         assert isinstance(table_VD, jax.Array)
-        if self.fused is not None:
-            return unembed(hidden_TD, table_VD, jnp.float32)
-        return unembed(hidden_TD, table_VD)
+        return unembed(hidden_TD, table_VD, dtype)
 
     def embed(self, table_VD: Weight, ids_T: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Rows of the embedding table."""

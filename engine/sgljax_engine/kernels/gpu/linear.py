@@ -7,6 +7,7 @@ factors of rows and sums commute), gates of the products that they combine, and 
 products that are added to them.
 
 Weights stay apart, each [in, out]: a program of the grid reads the one that its outputs belong to.
+Those in int8 are read as they are and widened in registers; their factors multiply the sums.
 
 With tiles that are `is_fixed`, the sums of a token have one order whatever it is computed with: a
 tile has the same rows for any number of tokens, each of which is summed over inputs in steps.
@@ -47,6 +48,27 @@ class Norm(NamedTuple):
     offset: float
 
 
+class Scaled(NamedTuple):
+    """A weight in int8, see `layers.int8`.
+
+    Attributes:
+        values: [D, N] int8.
+        scale: [N] float32, a factor of each output.
+    """
+
+    values: jax.Array
+    scale: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the values."""
+        return self.values.shape
+
+
+Weight = jax.Array | Scaled
+"""[D, N], in the dtype of the inputs or in int8."""
+
+
 class Tile(NamedTuple):
     """What a program of the grid computes. Static; sizes are powers of two.
 
@@ -65,18 +87,22 @@ class Tile(NamedTuple):
     num_stages: int = 4
 
 
-NORMED, NORMED_FLOAT = Tile(128, 32, 64), Tile(64, 32, 32)
-"""Tiles of products with a norm, in half precision and in float32: all rows, since each program
-reads all inputs, and few outputs, so that there are as many programs as multiprocessors."""
+NORMED, NORMED_FEW, NORMED_FLOAT = Tile(64, 64, 64), Tile(64, 32, 64), Tile(64, 32, 32)
+"""Tiles of products with a norm, in half precision and in float32. Each program norms its rows, so
+it has many outputs; and so few that there are about as many programs as multiprocessors, which for
+the rows of one tile takes other outputs."""
 
-ADDED, ADDED_FLOAT = Tile(32, 32, 128), Tile(32, 32, 64)
-"""Tiles of products that are added: there are few outputs, and many inputs."""
+ADDED, ADDED_INT8, ADDED_FLOAT = Tile(32, 32, 128), Tile(64, 16, 256, 4, 3), Tile(32, 32, 64)
+"""Tiles of products that are added: there are few outputs, and many inputs. Weights in int8 go
+through shared memory a second time, widened, only for the instructions that take 64 rows; for those
+that take fewer they would be widened one by one."""
 
 
-def is_served(x: jax.Array, weights: Sequence[jax.Array]) -> bool:
+def is_served(x: jax.Array, weights: Sequence[Weight]) -> bool:
     """Whether the kernels take these inputs [T, D] and weights [D, N]."""
     return x.dtype in DTYPES and all(
-        weight.dtype == x.dtype and is_size_served(*weight.shape) for weight in weights
+        (isinstance(weight, Scaled) or weight.dtype == x.dtype) and is_size_served(*weight.shape)
+        for weight in weights
     )
 
 
@@ -85,7 +111,19 @@ def is_size_served(inputs: int, outputs: int) -> bool:
     return inputs % _MIN_INPUTS == 0 and outputs % _MIN_OUTPUTS == 0
 
 
-def _tile_for(x: jax.Array, weights: Sequence[jax.Array], tile: Tile, is_fixed: bool) -> Tile:
+def _normed_tile(x: jax.Array, is_fixed: bool) -> Tile:
+    if x.dtype.itemsize > 2:
+        return NORMED_FLOAT
+    return NORMED if is_fixed or x.shape[0] > NORMED_FEW.rows else NORMED_FEW
+
+
+def _added_tile(x: jax.Array, weight: Weight) -> Tile:
+    if x.dtype.itemsize > 2:
+        return ADDED_FLOAT
+    return ADDED_INT8 if isinstance(weight, Scaled) else ADDED
+
+
+def _tile_for(x: jax.Array, weights: Sequence[Weight], tile: Tile, is_fixed: bool) -> Tile:
     """The tile, with parts of all weights' sizes; unless fixed, with no more rows than tokens."""
     rows = 1 << max(x.shape[0] - 1, 0).bit_length()
     outputs = math.gcd(tile.outputs, *(weight.shape[1] for weight in weights))
@@ -99,7 +137,7 @@ def _tile_for(x: jax.Array, weights: Sequence[jax.Array], tile: Tile, is_fixed: 
 def norm_linears(
     x: jax.Array,
     norm: Norm,
-    weights: Sequence[jax.Array],
+    weights: Sequence[Weight],
     *,
     tile: Tile | None = None,
     is_fixed: bool = False,
@@ -118,9 +156,7 @@ def norm_linears(
     Returns:
         [T, N] of each weight, in the dtype of `x`.
     """
-    tile = _tile_for(
-        x, weights, tile or (NORMED if x.dtype.itemsize == 2 else NORMED_FLOAT), is_fixed
-    )
+    tile = _tile_for(x, weights, tile or _normed_tile(x, is_fixed), is_fixed)
     starts = [0]
     for weight in weights:
         starts.append(starts[-1] + weight.shape[1] // tile.outputs)
@@ -155,8 +191,8 @@ def norm_linears(
 def norm_gated(
     x: jax.Array,
     norm: Norm,
-    gate: jax.Array,
-    up: jax.Array,
+    gate: Weight,
+    up: Weight,
     activation: Callable[[jax.Array], jax.Array],
     *,
     tile: Tile | None = None,
@@ -175,9 +211,7 @@ def norm_gated(
         is_fixed: As of `norm_linears`.
         interpret: As of `norm_linears`.
     """
-    tile = _tile_for(
-        x, (gate, up), tile or (NORMED if x.dtype.itemsize == 2 else NORMED_FLOAT), is_fixed
-    )
+    tile = _tile_for(x, (gate, up), tile or _normed_tile(x, is_fixed), is_fixed)
 
     def kernel(x_ref: Any, norm_ref: Any, gate_ref: Any, up_ref: Any, out_ref: Any) -> None:
         row, column = _rows(tile), pl.program_id(1) * tile.outputs
@@ -196,7 +230,7 @@ def norm_gated(
 
 def linear_add(
     x: jax.Array,
-    weight: jax.Array,
+    weight: Weight,
     residual: jax.Array,
     *,
     tile: Tile | None = None,
@@ -213,25 +247,23 @@ def linear_add(
         is_fixed: As of `norm_linears`.
         interpret: As of `norm_linears`.
     """
-    tile = _tile_for(
-        x, (weight,), tile or (ADDED if x.dtype.itemsize == 2 else ADDED_FLOAT), is_fixed
-    )
+    tile = _tile_for(x, (weight,), tile or _added_tile(x, weight), is_fixed)
 
     def kernel(x_ref: Any, weight_ref: Any, residual_ref: Any, out_ref: Any) -> None:
         row, column = _rows(tile), pl.program_id(1) * tile.outputs
         columns = column + jnp.arange(tile.outputs, dtype=jnp.int32)
-        mask = (row < x_ref.shape[0])[:, None]
+        mask, factors = (row < x_ref.shape[0])[:, None], _load_factors(weight_ref, columns)
 
         def step(index: jax.Array, acc: jax.Array) -> jax.Array:
             inputs = index * tile.inputs + jnp.arange(tile.inputs, dtype=jnp.int32)
             part = plgpu.load(x_ref.at[row[:, None], inputs[None, :]], mask=mask, other=0.0)
-            return acc + _dot(part, plgpu.load(weight_ref.at[inputs[:, None], columns[None, :]]))
+            return acc + _dot(part, _load_weight(weight_ref, inputs, columns, part.dtype))
 
         start = jnp.zeros((tile.rows, tile.outputs), jnp.float32)
         product = lax.fori_loop(0, x_ref.shape[1] // tile.inputs, step, start)
         at = residual_ref.at[row[:, None], columns[None, :]]
         before = plgpu.load(at, mask=mask, other=0.0).astype(jnp.float32)
-        _store(out_ref, before + product, row, column)
+        _store(out_ref, before + product * factors, row, column)
 
     return pl.pallas_call(
         kernel,
@@ -258,6 +290,7 @@ def _normed_products(
     """
     mask, size = (row < x_ref.shape[0])[:, None], x_ref.shape[1]
     columns = column + jnp.arange(tile.outputs, dtype=jnp.int32)
+    factors = [_load_factors(ref, columns) for ref in weight_refs]
 
     def step(
         index: jax.Array, carry: tuple[jax.Array, tuple[jax.Array, ...]]
@@ -268,9 +301,8 @@ def _normed_products(
         x = x.astype(jnp.float32)
         factor = plgpu.load(norm_ref.at[inputs]).astype(jnp.float32) + norm.offset
         part = (x * factor[None, :]).astype(x_ref.dtype)
-        at = (inputs[:, None], columns[None, :])
         sums = tuple(
-            total + _dot(part, plgpu.load(ref.at[at]))
+            total + _dot(part, _load_weight(ref, inputs, columns, part.dtype))
             for total, ref in zip(sums, weight_refs, strict=True)
         )
         return squares + jnp.sum(x * x, axis=1), sums
@@ -279,7 +311,24 @@ def _normed_products(
     start = (jnp.zeros((tile.rows,), jnp.float32), (zeros,) * len(weight_refs))
     squares, sums = lax.fori_loop(0, size // tile.inputs, step, start)
     scale = 1.0 / jnp.sqrt(squares / size + norm.eps)
-    return tuple(total * scale[:, None] for total in sums)
+    return tuple(total * scale[:, None] * each for total, each in zip(sums, factors, strict=True))
+
+
+def _load_weight(ref: Any, inputs: jax.Array, columns: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """A part of a weight, [inputs, outputs], in the dtype of what it is multiplied with."""
+    values: Any = ref.values if isinstance(ref, Scaled) else ref
+    return plgpu.load(values.at[inputs[:, None], columns[None, :]]).astype(dtype)
+
+
+def _load_factors(ref: Any, columns: jax.Array) -> jax.Array | float:
+    """Factors of a weight's outputs, [1, outputs] float32, or 1 if it has none.
+
+    Loaded before the sums, whose loads then hide the time that these take.
+    """
+    if not isinstance(ref, Scaled):
+        return 1.0
+    scale: Any = ref.scale
+    return plgpu.load(scale.at[columns])[None, :]
 
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:

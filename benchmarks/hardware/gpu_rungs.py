@@ -1,0 +1,330 @@
+"""The rungs of gpu_ladder.py, and how each is measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tunix.models.qwen3.model import Qwen3
+
+from benchmarks.hardware import gpu_products
+from benchmarks.hardware.gpu_engine import EngineSizes, make_model
+from benchmarks.lib.turns import timed
+from sgljax_engine import SamplingParams
+from sgljax_engine.attention import pallas
+from sgljax_engine.attention.base import AttentionBackend
+from sgljax_engine.attention.batch_invariant import ordered_backend
+from sgljax_engine.builder import parts
+from sgljax_engine.kernels.gpu import linear
+from sgljax_engine.layers.basic import Layout
+from sgljax_engine.layers.fused import FusedProducts
+from sgljax_engine.layers.kernels import LinearBackend, XlaKernels
+from sgljax_engine.placement import submeshes
+from tunix_sgljax import SglJaxRollout, create_sgljax_rollout
+from tunix_sgljax.bench.shapes import IdTokenizer
+
+TOLERANCE = 0.15
+"""Most that a log-prob of a greedy token may differ from XLA's code's, in bfloat16."""
+
+_ALL = FusedProducts()
+
+CUBLAS = "--xla_gpu_enable_triton_gemm=false"
+ALL_BUFFERS = "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CONDITIONAL,WHILE"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rung:
+    """A variant of the engine, or a measurement of another kind.
+
+    Attributes:
+        fused: Products with what is around them; None for XLA's code, and attention without
+            prologue.
+        flags: XLA's, beside those of the environment.
+        steps: Decode steps of a dispatch; None for the engine's default.
+        quantization: The engine's.
+        top_p: Of the samples.
+        measure: Name of what is measured, see `MEASUREMENTS`.
+    """
+
+    fused: FusedProducts | None = _ALL
+    flags: str = ""
+    steps: int | None = None
+    quantization: str | None = None
+    top_p: float = 1.0
+    measure: str = "decode"
+
+
+BASE = "base: XLA around the attention kernel"
+
+RUNGS = {
+    "JAX and a kernel": Rung(measure="jax"),
+    BASE: Rung(fused=None),
+    "attention from projections on": Rung(fused=FusedProducts(norms=False, adds=False)),
+    "norms and gates in products": Rung(fused=FusedProducts(adds=False)),
+    "residuals in products: all fused": Rung(),
+    "an MLP alone, by tiles": Rung(measure="tiles"),
+    "bench.py's workload": Rung(measure="bench"),
+    "prefill": Rung(measure="prefill"),
+    "int8, XLA around the attention kernel": Rung(fused=None, quantization="int8"),
+    "int8, all fused": Rung(quantization="int8"),
+    "256 steps a dispatch": Rung(steps=256),
+    "an MLP alone in int8, by tiles": Rung(quantization="int8", measure="tiles"),
+    "samples with top-p": Rung(top_p=0.95),
+    "an MLP alone, by cuBLAS and JAX's Hopper products": Rung(flags=CUBLAS, measure="hopper"),
+    "an MLP alone in int8, by JAX's Hopper products": Rung(
+        flags=CUBLAS, quantization="int8", measure="hopper"
+    ),
+    "base, products by cuBLAS": Rung(fused=None, flags=CUBLAS),
+    "all fused, logits by cuBLAS": Rung(flags=CUBLAS),
+    "all fused, command buffers over loops and branches": Rung(flags=ALL_BUFFERS),
+    "all fused, no command buffers": Rung(flags="--xla_gpu_enable_command_buffer="),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What is measured.
+
+    Attributes:
+        engine: The model, contexts and steps.
+        rows: Of the decode steps.
+        check_tokens: Greedy tokens of each row that are compared.
+        bench_requests, bench_lengths: Of bench.py's workload: inputs and outputs.
+        prefill_tokens: Prompt lengths.
+        tile_rows: Rows of an MLP alone, by tiles.
+        hopper_rows: Likewise, by JAX's products.
+        repeats: Timed runs; the median counts.
+    """
+
+    engine: EngineSizes = dataclasses.field(default_factory=EngineSizes)
+    rows: int = 128
+    check_tokens: int = 16
+    bench_requests: int = 256
+    bench_lengths: tuple[int, int] = (100, 1024)
+    prefill_tokens: tuple[int, ...] = (512, 2048)
+    tile_rows: tuple[int, ...] = (128, 64)
+    hopper_rows: tuple[int, ...] = (64, 128, 256)
+    repeats: int = 5
+
+    @classmethod
+    def smoke(cls) -> Sizes:
+        """Runs in some minutes on a CPU."""
+        return cls(
+            engine=EngineSizes.smoke(),
+            rows=4,
+            check_tokens=2,
+            bench_requests=3,
+            bench_lengths=(4, 8),
+            prefill_tokens=(16,),
+            tile_rows=(16,),
+            hopper_rows=(16,),
+            repeats=1,
+        )
+
+
+def use(fused: FusedProducts | None, *, is_smoke: bool) -> str:
+    """Has engines that are built from now on use these; returns the name of their attention."""
+    if fused is not None and is_smoke:
+        fused = dataclasses.replace(fused, interpret=True)
+    kernels = XlaKernels(fused=fused)
+    parts.pick_kernels = lambda name, target: LinearBackend(name, kernels)
+    if not is_smoke:
+        return "pallas"
+    attention = pallas.PallasAttention(interpret=True)
+    interpreted = AttentionBackend(
+        "pallas", attention, ordered_backend("cpu"), projections=attention.from_projections
+    )
+    pallas.gpu_backend = lambda target, head_dims: interpreted
+    submeshes.default_layout = lambda platform: Layout.TOKENS_FIRST  # as on GPUs
+    return "pallas"
+
+
+class Ladder:
+    """The rungs of one process, on the same random weights."""
+
+    def __init__(self, sizes: Sizes, *, is_smoke: bool, reference: Path) -> None:
+        """`reference` is the folder where XLA's code leaves its tokens and log-probs."""
+        self.sizes, self.is_smoke, self.reference = sizes, is_smoke, reference
+
+    @functools.cached_property
+    def model(self) -> Qwen3:
+        """Tunix's model, as all rungs have it."""
+        return make_model(self.sizes.engine)
+
+    def run(self, rung: Rung) -> dict[str, Any]:
+        """One rung's results."""
+        return MEASUREMENTS[rung.measure](self, rung)
+
+    def rollout(self, rung: Rung, *, max_model_len: int, rows: int) -> SglJaxRollout:
+        """An engine of the rung."""
+        options: dict[str, Any] = {} if rung.steps is None else {"decode_steps": rung.steps}
+        return create_sgljax_rollout(
+            self.model,
+            IdTokenizer(),
+            max_model_len=max_model_len,
+            max_running_requests=rows,
+            batch_buckets=(rows,),
+            num_kv_tokens=rows * (max_model_len + 16),
+            attention_backend=use(rung.fused, is_smoke=self.is_smoke),
+            linear_backend="xla",  # of a CPU: its own kernels have weights in another layout
+            dtype="bfloat16",
+            quantization=rung.quantization,
+            **options,
+        )
+
+    def prompts(self, count: int, length: int) -> list[list[int]]:
+        """Random prompts, the same each time."""
+        rng = np.random.default_rng(1)
+        return rng.integers(1, self.sizes.engine.model.vocab_size, (count, length)).tolist()
+
+    def decode(self, rung: Rung) -> dict[str, Any]:
+        """Seconds of a decode step, after the check."""
+        sizes = self.sizes
+        context, steps, rows = sizes.engine.context, sizes.engine.num_steps, sizes.rows
+        rollout = self.rollout(rung, max_model_len=context + steps + 1, rows=rows)
+        prompts = self.prompts(rows, context)
+
+        def run(new_tokens: int) -> float:
+            params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, top_p=rung.top_p)
+            return timed(lambda: rollout.engine.generate_requests(prompts, params))
+
+        try:
+            found = self.check(rollout, prompts, rung)
+            if not found["is_right"]:
+                return found
+            first = run(steps + 1)
+            run(1)
+            once = float(np.median([run(1) for _ in range(sizes.repeats)]))
+            full = float(np.median([run(steps + 1) for _ in range(sizes.repeats)]))
+        finally:
+            rollout.close()
+        step_s = (full - once) / steps
+        return found | {
+            "step, ms": 1e3 * step_s,
+            "tokens/s": rows / step_s,
+            "first run, s": first,
+        }
+
+    def check(self, rollout: SglJaxRollout, prompts: list[list[int]], rung: Rung) -> dict[str, Any]:
+        """Greedy log-probs against those of XLA's code with such weights, if that has run."""
+        params = SamplingParams(
+            temperature=0.0, max_new_tokens=self.sizes.check_tokens, ignore_eos=True
+        )
+        outputs = rollout.engine.generate_requests(prompts, params)
+        ours = [(output.output_ids, output.logprobs) for output in outputs]
+        reference = self.reference / f"{rung.quantization}.json"
+        if rung.fused is None and not rung.flags:
+            reference.write_text(json.dumps(ours))
+        if not reference.exists():
+            return {"is_right": True, "largest difference": float("nan"), "compared tokens": 0}
+        largest, compared = 0.0, 0
+        base = json.loads(reference.read_text())
+        for (ids, logprobs), (base_ids, base_logprobs) in zip(ours, base, strict=True):
+            same = itertools.takewhile(
+                lambda i: ids[i] == base_ids[i],  # noqa: B023 - used at once
+                range(len(ids)),
+            )
+            for i in same:
+                largest = max(largest, abs(logprobs[i] - base_logprobs[i]))
+                compared += 1
+        is_right = compared > 0 and largest <= TOLERANCE
+        return {"is_right": is_right, "largest difference": largest, "compared tokens": compared}
+
+    def bench(self, rung: Rung) -> dict[str, Any]:
+        """nano-vllm's bench.py: inputs and outputs uniform in a range, all at once."""
+        sizes, rng = self.sizes, np.random.default_rng(0)
+        low, high = sizes.bench_lengths
+        lengths = rng.integers(low, high + 1, (2, sizes.bench_requests)).tolist()
+        vocab = sizes.engine.model.vocab_size
+        prompts = [rng.integers(1, vocab, length).tolist() for length in lengths[0]]
+        params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in lengths[1]]
+        rollout = self.rollout(rung, max_model_len=2 * high, rows=sizes.bench_requests)
+        try:
+            first = timed(lambda: rollout.engine.generate_requests(prompts, params))
+            rollout.engine.flush_cache()
+            took = timed(lambda: rollout.engine.generate_requests(prompts, params))
+        finally:
+            rollout.close()
+        return {"tokens/s": sum(lengths[1]) / took, "seconds": took, "first run, s": first}
+
+    def prefill(self, rung: Rung) -> dict[str, Any]:
+        """Prompt tokens a second of a lone prompt, its one token included."""
+        sizes, found = self.sizes, {}
+        rollout = self.rollout(rung, max_model_len=max(sizes.prefill_tokens) + 1, rows=sizes.rows)
+        params = SamplingParams(max_new_tokens=1, ignore_eos=True)
+        try:
+            for length in sizes.prefill_tokens:
+                prompts = self.prompts(1, length)
+                times = []
+                for _ in range(sizes.repeats + 1):
+                    rollout.engine.flush_cache()
+                    times.append(
+                        timed(lambda p=prompts: rollout.engine.generate_requests(p, params))
+                    )
+                found[f"{length} tokens, tokens/s"] = length / float(np.median(times[1:]))
+        finally:
+            rollout.close()
+        return found
+
+    def products(self, rung: Rung) -> dict[str, Any]:
+        """Microseconds of an MLP, a layer after the other, by rows and variants."""
+        is_int8, model = rung.quantization is not None, self.sizes.engine.model
+        if rung.measure == "tiles":
+            counts = self.sizes.tile_rows
+            variants = gpu_products.tiles(is_int8=is_int8, is_smoke=self.is_smoke)
+        else:
+            counts = self.sizes.hopper_rows
+            variants = gpu_products.hopper_int8() if is_int8 else gpu_products.hopper()
+        found: dict[str, Any] = {}
+        for rows in counts:
+            for name, took in gpu_products.measure(
+                (model.embed_dim, model.hidden_dim),
+                rows,
+                variants,
+                is_int8=is_int8,
+                is_smoke=self.is_smoke,
+            ):
+                found[f"{name}, {rows} rows, us"] = took
+        return found
+
+    def jax(self, rung: Rung) -> dict[str, Any]:
+        """Which JAX runs, what it says of our kernels, and whether one of them is right."""
+        del rung
+        device = jax.devices()[0]
+        x, weight = (jax.random.normal(jax.random.key(i), (64, 64), jnp.bfloat16) for i in (0, 1))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            out = jax.jit(functools.partial(linear.linear_add, interpret=self.is_smoke))(
+                x, weight, x
+            )
+        error = np.abs(np.asarray(out, np.float64) - _exact(x) - _exact(x) @ _exact(weight))
+        lowering = {str(each.message) for each in caught if "lowering" in str(each.message)}
+        return {
+            "JAX": jax.__version__,
+            "compute capability": str(getattr(device, "compute_capability", "none")),
+            "largest error": float(np.max(error)),
+            "warnings of its lowering": "; ".join(sorted(lowering)) or "none",
+        }
+
+
+def _exact(x: jax.Array) -> np.ndarray:
+    return np.asarray(x, np.float64)
+
+
+MEASUREMENTS: dict[str, Callable[[Ladder, Rung], dict[str, Any]]] = {
+    "jax": Ladder.jax,
+    "decode": Ladder.decode,
+    "bench": Ladder.bench,
+    "prefill": Ladder.prefill,
+    "tiles": Ladder.products,
+    "hopper": Ladder.products,
+}
