@@ -20,6 +20,7 @@ from sgljax_engine.attention.batch_invariant import ordered_backend
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.kernels.gpu.decode_attention import HeadNorms, decode_attention
 from sgljax_engine.kernels.gpu.paged_attention import HEAD_DIMS, Scores, paged_attention
+from sgljax_engine.kernels.gpu.prefill_attention import fills_gpu, prefill_attention
 from sgljax_engine.layers.target import Target, kv_axes, require_backend
 
 
@@ -42,8 +43,9 @@ class PallasAttention:
         """Attends; `head_dim` is one of `HEAD_DIMS`. The output is 0 where `kv_lens` is 0."""
 
         def call(q: jax.Array, layer: LayerKV, tables: BlockTables) -> jax.Array:
-            scores = Scores(*options)
-            return paged_attention(q, layer.k, layer.v, *tables, scores, interpret=self.interpret)
+            attend = prefill_attention if fills_gpu(q.shape, layer.k) else paged_attention
+            args = (q, layer.k, layer.v, *tables, Scores(*options))
+            return attend(*args, interpret=self.interpret)
 
         run: Callable[..., Any] = call
         if self.mesh is not None:
