@@ -39,6 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.hardware.gpu_engine import EngineSizes, make_model
+from benchmarks.hardware.gpu_prefill import measure_prefill_kernels
 from benchmarks.lib.reporting import ROOT, report_head, write_report
 from benchmarks.lib.turns import timed
 from sgljax_engine import SamplingParams
@@ -255,8 +256,8 @@ class Ladder:
         return {"tokens/s": sum(lengths[1]) / took, "seconds": took, "first run, s": first}
 
     def prefill(self, rung: Rung) -> dict[str, Any]:
-        """Prompt tokens a second of a lone prompt, its one token included."""
-        sizes, found = self.sizes, {}
+        """Attention kernels alone; prompt tokens a second of a lone prompt with its one token."""
+        sizes, found = self.sizes, dict(measure_prefill_kernels(is_smoke=self.is_smoke))
         rollout = self.rollout(rung, max_model_len=max(sizes.prefill_tokens) + 1, rows=sizes.rows)
         params = SamplingParams(max_new_tokens=1, ignore_eos=True)
         try:
