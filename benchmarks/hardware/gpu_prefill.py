@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,12 +47,10 @@ def measure_prefill_kernels(*, is_smoke: bool) -> Iterator[tuple[str, float]]:
             seconds=1e-3,
         )
     ceilings = measure_ceilings(sizes)
-    without = functools.partial(_attend, kernel=paged_attention, keys=None, interpret=is_smoke)
-    backends: dict[str, PagedAttention] = {"without tiles": without}
+    without = _backend(paged_attention, None, interpret=is_smoke)
+    backends = {"without tiles": without}
     for name, keys in _STEPS.items():
-        backends[name] = functools.partial(
-            _attend, kernel=prefill_attention, keys=keys, interpret=is_smoke
-        )
+        backends[name] = _backend(prefill_attention, keys, interpret=is_smoke)
     expected = _sample(without, sizes)
     for name, backend in backends.items():
         error = float(np.max(np.abs(_sample(backend, sizes) - expected)))
@@ -66,22 +63,19 @@ def measure_prefill_kernels(*, is_smoke: bool) -> Iterator[tuple[str, float]]:
             yield f"{label}, % of the matrix rate", 100 * result.fraction
 
 
-def _attend(
-    q: jax.Array,
-    layer: LayerKV,
-    tables: BlockTables,
-    options: AttentionOptions,
-    *,
-    kernel: Any,
-    keys: int | None,
-    interpret: bool,
-) -> jax.Array:
-    """A kernel as a `PagedAttention`."""
-    more = {}
-    if keys is not None:
-        tiling = choose_prefill_tiling(q.shape, layer.k.shape[1])
-        more = {"tiling": tiling._replace(keys=keys)}
-    return kernel(q, *layer, *tables, Scores(*options), interpret=interpret, **more)
+def _backend(kernel: Any, keys: int | None, *, interpret: bool) -> PagedAttention:
+    """A kernel with that many keys in a step."""
+
+    def attend(
+        q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
+    ) -> jax.Array:
+        more = {}
+        if keys is not None:
+            tiling = choose_prefill_tiling(q_NQDh.shape, layer.k.shape[1])
+            more = {"tiling": tiling._replace(keys=keys)}
+        return kernel(q_NQDh, *layer, *tables, Scores(*options), interpret=interpret, **more)
+
+    return attend
 
 
 def _sample(backend: PagedAttention, sizes: KernelSizes) -> np.ndarray:
@@ -97,5 +91,5 @@ def _sample(backend: PagedAttention, sizes: KernelSizes) -> np.ndarray:
     )
     q = jax.random.normal(jax.random.key(3), q_shape, jnp.bfloat16)
     layer = make_pages(sizes, 2 * num_pages * sizes.page_size)
-    attend = functools.partial(backend, options=AttentionOptions(sizes.head_dim**-0.5))
-    return np.asarray(jax.jit(attend)(q, layer, tables), np.float32)
+    attend = jax.jit(backend, static_argnums=3)
+    return np.asarray(attend(q, layer, tables, AttentionOptions(sizes.head_dim**-0.5)), np.float32)

@@ -120,8 +120,8 @@ def test_half_precision(dtype):
 def tiles_of(prompts: Prompts, blocks: int) -> list[tuple[int, int]]:
     """First block and number of blocks of each tile, in order."""
     found = make_tiles(*prompts.tables, prompts.case.layer.page_size, blocks)
-    pairs = zip(found.first.tolist(), found.count.tolist(), strict=True)
-    return [(first, count) for first, count in pairs if count]
+    pairs = zip(found.first.tolist(), found.num_blocks.tolist(), strict=True)
+    return [(first, num_blocks) for first, num_blocks in pairs if num_blocks]
 
 
 def test_blocks_that_continue_each_other_share_a_tile():

@@ -43,9 +43,9 @@ class PallasAttention:
         """Attends; `head_dim` is one of `HEAD_DIMS`. The output is 0 where `kv_lens` is 0."""
 
         def call(q: jax.Array, layer: LayerKV, tables: BlockTables) -> jax.Array:
+            scores = Scores(*options)
             attend = prefill_attention if fills_gpu(q.shape, layer.k) else paged_attention
-            args = (q, layer.k, layer.v, *tables, Scores(*options))
-            return attend(*args, interpret=self.interpret)
+            return attend(q, layer.k, layer.v, *tables, scores, interpret=self.interpret)
 
         run: Callable[..., Any] = call
         if self.mesh is not None:

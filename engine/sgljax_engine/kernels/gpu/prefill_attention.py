@@ -83,12 +83,12 @@ def choose_prefill_tiling(q_shape: tuple[int, ...], num_kv_heads: int) -> Prefil
 class Tiles(NamedTuple):
     """Tiles of blocks, those with the most keys first.
 
-    Shape: first: [N] int32, the first block of each tile. count: [N] int32, its number of blocks; 0
+    Shape: first: [N] int32, the first block of each tile. num_blocks: [N] int32, how many it has; 0
         for tiles that there are not.
     """
 
     first: jax.Array
-    count: jax.Array
+    num_blocks: jax.Array
 
 
 def make_tiles(
@@ -150,7 +150,7 @@ def _attend_to_tile(
     positions_ref: Any,
     kv_lens_ref: Any,
     first_ref: Any,
-    count_ref: Any,
+    num_blocks_ref: Any,
     out_ref: Any,
     *,
     tiling: PrefillTiling,
@@ -163,15 +163,15 @@ def _attend_to_tile(
     written here, out [N, Q, num_heads, head_dim].
     """
     first_head, tile, part = pl.program_id(0) * tiling.heads, pl.program_id(1), pl.program_id(2)
-    first, count = first_ref[tile], count_ref[tile]
+    first, num_blocks = first_ref[tile], num_blocks_ref[tile]
     _, num_queries, num_heads, head_dim = q_ref.shape
     _, num_kv_heads, page_size, _ = k_ref.shape
     kv_head = lax.div(first_head, num_heads // num_kv_heads)
     width, window = head_dim // tiling.value_parts, options.sliding_window
 
-    @pl.when(count > 0)
+    @pl.when(num_blocks > 0)
     def attend() -> None:
-        last = first + count - 1
+        last = first + num_blocks - 1
         row = jnp.arange(ROWS, dtype=jnp.int32)
         token, head = lax.div(row, tiling.heads), first_head + lax.rem(row, tiling.heads)
         block, query = first + lax.div(token, num_queries), lax.rem(token, num_queries)
