@@ -87,11 +87,12 @@ def test_a_product_of_experts_is_one_kernel_of_a_gpu():
     xla = run_compiler("-c", SCRIPT, "h100:1", "[1, 1]", '{"linear_backend": "xla"}')
     assert xla.returncode == 0, xla.stderr
     others = {each["name"]: each for each in json.loads(xla.stdout.splitlines()[-1])["programs"]}
-    for name, rows in (("decode", ROWS), ("prefill", TOKENS)):
-        program, other = programs[name], others[name]
-        kernels, attention = program["launches"]["own"], other["launches"]["own"]
-        assert kernels >= attention + 3 * (TWO_LAYERS.num_layers - (name == "prefill"))
-        assert program["launches"]["large_copies"] == 0
-        expanded = rows * NUM_CHOSEN * NUM_EXPERTS * TWO_LAYERS.hidden_size * 2
-        saved = other["memory"]["temp_bytes"] - program["memory"]["temp_bytes"]
-        assert saved > 0.5 * expanded
+    for name in ("decode", "prefill"):
+        program, other = programs[name]["launches"], others[name]["launches"]
+        # Nobody reads what the experts of a prefill's last layer make.
+        layers = TWO_LAYERS.num_layers - (name == "prefill")
+        assert program["own"] >= other["own"] + 3 * layers
+        assert program["large_copies"] == 0
+    expanded = TOKENS * NUM_CHOSEN * NUM_EXPERTS * TWO_LAYERS.hidden_size * 2
+    ours, theirs = (each["prefill"]["memory"]["temp_bytes"] for each in (programs, others))
+    assert ours < 0.5 * expanded < theirs
