@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sgljax_engine.attention.base import AttentionOptions, BlockTables
+from sgljax_engine.attention import pallas
+from sgljax_engine.attention.base import AttentionBackend, AttentionOptions, BlockTables
+from sgljax_engine.attention.batch_invariant import ordered_backend
 from sgljax_engine.attention.pallas import PallasAttention
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.kernels.gpu.paged_attention import HEAD_DIMS, Scores, paged_attention
@@ -21,7 +23,14 @@ from sgljax_engine.kernels.gpu.prefill_attention import (
     make_tiles,
     prefill_attention,
 )
-from tests.engine.paged_cases import OPTIONS, RaggedCase, ragged_case, reference, spread
+from tests.engine.paged_cases import (
+    OPTIONS,
+    RaggedCase,
+    greedy_tokens,
+    ragged_case,
+    reference,
+    spread,
+)
 from tests.engine.test_pallas_attention import lowering_for_a_gpu
 
 QUICK_COMPILE = "interpreted kernels of GPUs, which no user compiles for CPUs"
@@ -191,6 +200,25 @@ def test_lowers_for_cuda(head_dim):
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@__gpu$xla.gpu.triton") == 1
     assert 'name = "prefill_attention"' in text
+
+
+@pytest.mark.slow
+def test_engine_with_tiles(monkeypatch):
+    """Prefill through the kernel: the tokens of the portable backend."""
+    expected = greedy_tokens(attention_backend="xla")
+    asked = []
+
+    def is_prefill(q_shape: tuple[int, ...], k: jax.Array) -> bool:
+        del k
+        asked.append(q_shape[1] == BLOCK)
+        return asked[-1]
+
+    backend = AttentionBackend("pallas", PallasAttention(interpret=True), ordered_backend("cpu"))
+    monkeypatch.setattr(pallas, "gpu_backend", lambda target, head_dims: backend)
+    monkeypatch.setattr(pallas, "fills_gpu", is_prefill)
+    assert greedy_tokens(attention_backend="pallas") == expected
+    assert any(asked)
+    assert not all(asked)
 
 
 @pytest.mark.gpu
