@@ -18,15 +18,16 @@ from tunix.models.qwen3.model import Qwen3
 
 from benchmarks.hardware import gpu_products
 from benchmarks.hardware.gpu_engine import EngineSizes, make_model
+from benchmarks.hardware.gpu_prefill import measure_prefill_kernels
 from benchmarks.lib.turns import timed
 from sgljax_engine import SamplingParams
 from sgljax_engine.attention import pallas
-from sgljax_engine.attention.base import AttentionBackend
-from sgljax_engine.attention.batch_invariant import ordered_backend
+from sgljax_engine.attention.base import AttentionBackend, FusedAttention
 from sgljax_engine.builder import parts
 from sgljax_engine.kernels.gpu import linear
 from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.fused import FusedProducts
+from sgljax_engine.layers.invariant import InvariantKernels
 from sgljax_engine.layers.kernels import LinearBackend, XlaKernels
 from sgljax_engine.placement import submeshes
 from tunix_sgljax import SglJaxRollout, create_sgljax_rollout
@@ -51,6 +52,7 @@ class Rung:
         flags: XLA's, beside those of the environment.
         steps: Decode steps of a dispatch; None for the engine's default.
         quantization: The engine's.
+        is_deterministic: Whether it samples deterministically.
         top_p: Of the samples.
         measure: Name of what is measured, see `MEASUREMENTS`.
     """
@@ -59,6 +61,7 @@ class Rung:
     flags: str = ""
     steps: int | None = None
     quantization: str | None = None
+    is_deterministic: bool = False
     top_p: float = 1.0
     measure: str = "decode"
 
@@ -74,6 +77,8 @@ RUNGS = {
     "an MLP alone, by tiles": Rung(measure="tiles"),
     "bench.py's workload": Rung(measure="bench"),
     "prefill": Rung(measure="prefill"),
+    "deterministic: all fused": Rung(is_deterministic=True),
+    "deterministic: XLA in tiles": Rung(fused=None, is_deterministic=True),
     "int8, XLA around the attention kernel": Rung(fused=None, quantization="int8"),
     "int8, all fused": Rung(quantization="int8"),
     "256 steps a dispatch": Rung(steps=256),
@@ -140,9 +145,16 @@ def use(fused: FusedProducts | None, *, is_smoke: bool) -> str:
     if not is_smoke:
         return "pallas"
     attention = pallas.PallasAttention(interpret=True)
+    ordered = pallas.PallasAttention(is_invariant=True, interpret=True)
     interpreted = AttentionBackend(
-        "pallas", attention, ordered_backend("cpu"), projections=attention.from_projections
+        "pallas",
+        attention,
+        ordered,
+        prepare=ordered.prepare,
+        fused=FusedAttention(attention, attention.from_projections),
     )
+    made = InvariantKernels.make(interpret=True)
+    InvariantKernels.make = lambda: made
     pallas.gpu_backend = lambda target, head_dims: interpreted
     submeshes.default_layout = lambda platform: Layout.TOKENS_FIRST  # as on GPUs
     return "pallas"
@@ -178,6 +190,7 @@ class Ladder:
             linear_backend="xla",  # of a CPU: its own kernels have weights in another layout
             dtype="bfloat16",
             quantization=rung.quantization,
+            enable_deterministic_sampling=rung.is_deterministic,
             **options,
         )
 
@@ -257,8 +270,8 @@ class Ladder:
         return {"tokens/s": sum(lengths[1]) / took, "seconds": took, "first run, s": first}
 
     def prefill(self, rung: Rung) -> dict[str, Any]:
-        """Prompt tokens a second of a lone prompt, its one token included."""
-        sizes, found = self.sizes, {}
+        """Attention kernels alone; prompt tokens a second of a lone prompt with its one token."""
+        sizes, found = self.sizes, dict(measure_prefill_kernels(is_smoke=self.is_smoke))
         rollout = self.rollout(rung, max_model_len=max(sizes.prefill_tokens) + 1, rows=sizes.rows)
         params = SamplingParams(max_new_tokens=1, ignore_eos=True)
         try:

@@ -1,4 +1,4 @@
-"""Programs with experts, compiled for TPUs by their own compiler."""
+"""Programs with experts, compiled for TPUs and GPUs by their own compilers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 import pytest
 
 from tests.aot.programs import TWO_LAYERS
-from tests.aot.test_compile import ROWS
-from tests.aot.topologies import needs_libtpu, run_compiler
+from tests.aot.test_compile import ROWS, TOKENS
+from tests.aot.topologies import needs_cuda_plugin, needs_libtpu, run_compiler
 
 NUM_EXPERTS, NUM_CHOSEN, WIDTH = 32, 2, 768
 
@@ -75,3 +75,24 @@ def test_kept_experts_are_not_copied(topology, tp_size):
     assert "read_routed" in programs
     for program in programs.values():
         assert not [copy for copy in program["copies"] if copy["array"].startswith("u8")]
+
+
+@needs_cuda_plugin
+@pytest.mark.slow
+def test_a_product_of_experts_is_one_kernel_of_a_gpu():
+    """Three a layer, no copy of the experts' weights, and no tokens times experts in memory."""
+    done = run_compiler("-c", SCRIPT, "h100:1", "[1, 1]", "{}")
+    assert done.returncode == 0, done.stderr
+    programs = {each["name"]: each for each in json.loads(done.stdout.splitlines()[-1])["programs"]}
+    xla = run_compiler("-c", SCRIPT, "h100:1", "[1, 1]", '{"linear_backend": "xla"}')
+    assert xla.returncode == 0, xla.stderr
+    others = {each["name"]: each for each in json.loads(xla.stdout.splitlines()[-1])["programs"]}
+    for name in ("decode", "prefill"):
+        program, other = programs[name]["launches"], others[name]["launches"]
+        # Nobody reads what the experts of a prefill's last layer make.
+        layers = TWO_LAYERS.num_layers - (name == "prefill")
+        assert program["own"] >= other["own"] + 3 * layers
+        assert program["large_copies"] == 0
+    expanded = TOKENS * NUM_CHOSEN * NUM_EXPERTS * TWO_LAYERS.hidden_size * 2
+    ours, theirs = (each["prefill"]["memory"]["temp_bytes"] for each in (programs, others))
+    assert ours < 0.5 * expanded < theirs

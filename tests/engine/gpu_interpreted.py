@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sgljax_engine.attention import pallas
-from sgljax_engine.attention.base import AttentionBackend
+from sgljax_engine.attention.base import AttentionBackend, FusedAttention
 from sgljax_engine.attention.pallas import PallasAttention
 from sgljax_engine.layers import fused, invariant, kernels
 from sgljax_engine.layers.basic import Layout
@@ -27,7 +27,7 @@ def use_gpu_kernels(patch: pytest.MonkeyPatch, products: fused.FusedProducts) ->
             ATTENTION,
             INVARIANT,
             prepare=INVARIANT.prepare,
-            projections=ATTENTION.from_projections,
+            fused=FusedAttention(ATTENTION, ATTENTION.from_projections),
         )
 
     def pick(name: str, target: object) -> kernels.LinearBackend:

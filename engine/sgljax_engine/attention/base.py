@@ -219,6 +219,18 @@ def map_tiles(function: Callable[[T], jax.Array], args: T, size: int, tile: int)
 ContiguousKV = Literal["never", "if_it_fits", "always"]
 
 
+class FusedAttention(NamedTuple):
+    """What an engine with fused products uses instead.
+
+    Attributes:
+        attend: Of `AttentionBackend.attend`.
+        projections: Of decode, from projections on.
+    """
+
+    attend: PagedAttention
+    projections: ProjectionAttention
+
+
 class AttentionBackend(NamedTuple):
     """Functions and facts of a choice of attention.
 
@@ -229,8 +241,7 @@ class AttentionBackend(NamedTuple):
         prepare: What is before `batch_invariant`, if it has a kernel.
         decode: Attention that decode uses instead, if any.
         prefill: Attention that prefill uses instead, if any.
-        projections: Attention that decode uses instead of both where it may have norms and the
-            rotary embedding, if any.
+        fused: Attention of an engine with fused products, if it has its own.
         write_kv: Writes keys and values into pages, for `attend`.
         contiguous_kv: Whether decode copies its rows' keys into contiguous KV
             (`attention.contiguous`).
@@ -248,7 +259,7 @@ class AttentionBackend(NamedTuple):
     prepare: PrepareHeads | None = None
     decode: DecodeAttention | None = None
     prefill: PrefillAttention | None = None
-    projections: ProjectionAttention | None = None
+    fused: FusedAttention | None = None
     write_kv: WriteKV = write_kv
     contiguous_kv: ContiguousKV = "never"
     contiguous_name: str = ""
@@ -265,7 +276,7 @@ class AttentionBackend(NamedTuple):
             attend=self.batch_invariant,
             decode=None,
             prefill=None,
-            projections=None,
+            fused=None,
             write_kv=write_kv,
             contiguous_name="ordered",
             heads_per_row=1,

@@ -14,12 +14,14 @@ from sgljax_engine.attention.base import (
     AttentionBackend,
     AttentionOptions,
     BlockTables,
+    FusedAttention,
     Prologue,
 )
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.kernels.gpu.decode_attention import HeadNorms, decode_attention
 from sgljax_engine.kernels.gpu.invariant import NewHeads, Slots, prepare_heads
 from sgljax_engine.kernels.gpu.paged_attention import HEAD_DIMS, Scores, paged_attention
+from sgljax_engine.kernels.gpu.prefill_attention import fills_gpu, prefill_attention
 from sgljax_engine.layers.target import Target, kv_axes, require_backend
 
 
@@ -28,12 +30,14 @@ class PallasAttention:
     """The `PagedAttention` backend "pallas", for prefill and decode. Static and hashable.
 
     Attributes:
-        is_invariant: Give a query the same bits in any batch.
+        joins_blocks: Take prompts that fill the GPU by `prefill_attention`.
+        is_invariant: Give a query the same bits in any batch; then it joins no blocks.
         mesh: Axes over which query heads are sharded; None on one device. Kv heads are sharded over
             those that `kv_axes` says, and copied over the others.
         interpret: Run the kernel as plain JAX operations on any device. Slow; for tests.
     """
 
+    joins_blocks: bool = True
     is_invariant: bool = False
     mesh: jax.sharding.AbstractMesh | None = None
     interpret: bool = False
@@ -44,6 +48,11 @@ class PallasAttention:
         """Attends; `head_dim` is one of `HEAD_DIMS`. The output is 0 where `kv_lens` is 0."""
 
         def call(q: jax.Array, layer: LayerKV, tables: BlockTables) -> jax.Array:
+            if self.joins_blocks and not self.is_invariant and fills_gpu(q.shape, layer.k):
+                scores = Scores(*options)
+                return prefill_attention(
+                    q, layer.k, layer.v, *tables, scores, interpret=self.interpret
+                )
             return paged_attention(
                 q,
                 layer.k,
@@ -134,28 +143,32 @@ def gpu_backend(target: Target, head_dims: Sequence[int]) -> AttentionBackend:
         InvalidConfigError: when it is not available.
     """
     require_backend(gpu_problem(target, head_dims), "attention_backend 'pallas'")
-    attention = attention_for(target)
+    attention = attention_for(target, joins_blocks=False)
     invariant = attention_for(target, is_invariant=True)
-    is_alone = attention.mesh is None
-    return AttentionBackend(
-        "pallas",
-        attention,
-        invariant,
-        prepare=invariant.prepare if is_alone else None,
-        projections=attention.from_projections if is_alone else None,
-    )
+    if attention.mesh is not None:
+        return AttentionBackend("pallas", attention, invariant)
+    joining = attention_for(target)
+    fused = FusedAttention(joining, joining.from_projections)
+    return AttentionBackend("pallas", attention, invariant, prepare=invariant.prepare, fused=fused)
 
 
 @functools.cache
 def attention_for(
-    target: Target, *, is_invariant: bool = False, interpret: bool = False
+    target: Target,
+    *,
+    joins_blocks: bool = True,
+    is_invariant: bool = False,
+    interpret: bool = False,
 ) -> PallasAttention:
     """The attention of an engine's devices; the same object for equal ones, as JAX's caches need.
 
     Args:
         target: What the engine runs on.
+        joins_blocks: As of `PallasAttention`.
         is_invariant: As of `PallasAttention`.
         interpret: As of `PallasAttention`; for tests.
     """
     mesh = target.mesh if target.num_tensor_shards > 1 else None
-    return PallasAttention(is_invariant=is_invariant, mesh=mesh, interpret=interpret)
+    return PallasAttention(
+        joins_blocks=joins_blocks, is_invariant=is_invariant, mesh=mesh, interpret=interpret
+    )

@@ -207,18 +207,19 @@ def _program_context(
     if runtime.enable_deterministic_sampling and not is_native:
         context = _batch_invariant(definition, context, attention, weights, placement)
         sampler_width = (context.tile_widths or (SMALL_BATCH,))[0]
+    fused = attention.fused if kernels.fused is not None else None
     drafts = config.speculation
     num_drafts = drafts.speculative_num_draft_tokens if drafts.speculation != "off" else 0
     return ProgramContext(
         model=definition,
         context=context,
-        attention=attention.attend,
+        attention=attention.attend if fused is None else fused.attend,
         page_size=config.cache.page_size,
         max_steps=config.scheduler.decode_steps,
         prefill_pass=prefill_pass(placement.platform),
         decode_attention=attention.decode,
         prefill_attention=attention.prefill,
-        projection_attention=attention.projections if kernels.fused is not None else None,
+        projection_attention=None if fused is None else fused.projections,
         prepare=attention.prepare if context.kernels.is_batch_invariant else None,
         write_kv=attention.write_kv,
         sampler=NATIVE if is_native else XLA,

@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-HEAD_DIMS = (16, 32, 64, 128, 256)
+HEAD_DIMS = (16, 32, 64, 128, 256, 512)
 """Triton's array sizes are powers of two, and tensor cores take at least 16."""
 
 MASKED = -1e30
@@ -62,7 +62,7 @@ _TARGET_PROGRAMS = 1024
 _MIN_SPLIT_KEYS = 128
 _INVARIANT_SPLIT_KEYS, _INVARIANT_SPLITS = 1024, 8
 _MAX_SPLITS = 64
-_LOG2_E = math.log2(math.e)
+LOG2_E = math.log2(math.e)
 
 
 class Scores(NamedTuple):
@@ -264,7 +264,7 @@ def log2_scores(products: jax.Array, options: Scores) -> jax.Array:
     scores = products * options.scale
     if options.logit_softcap is not None:
         scores = options.logit_softcap * jnp.tanh(scores / options.logit_softcap)
-    return scores * _LOG2_E
+    return scores * LOG2_E
 
 
 def split_result(softmax: Softmax) -> tuple[jax.Array, jax.Array]:

@@ -1,0 +1,82 @@
+"""The kernels of GPUs, compiled for an H100 by its own compiler: nothing leaves the registers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.aot.topologies import needs_cuda_plugin, run_compiler
+
+SCRIPT = """
+import os, sys
+os.environ["XLA_FLAGS"] = "--xla_gpu_fail_ptx_compilation_on_register_spilling=true"
+import jax
+import jax.numpy as jnp
+from sgljax_engine.aot import topology_mesh
+from sgljax_engine.kernels.gpu import decode_attention, paged_attention, prefill_attention
+from tunix_sgljax.cli.topologies import prepare_compiler
+
+prepare_compiler("h100:1")
+mesh = topology_mesh("h100:1", (1, 1))
+sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+def shape(*sizes, dtype=jnp.int32):
+    return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
+
+kernel, head_dim, dtype, more_keys = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+scores = paged_attention.Scores(0.1, 600, 50.0)
+pages = shape(1024, 4, 16, head_dim, dtype=dtype)
+table, kv_lens = shape(64, 128), shape(64)
+if kernel == "decode":
+    heads = [shape(64, count, head_dim, dtype=dtype) for count in (8, 4, 4)]
+    norm = shape(head_dim, dtype=jnp.float32)
+    angles = shape(64, head_dim // 2, dtype=jnp.float32)
+
+    def run(q, k, v, sin, cos, weight, k_pages, v_pages, *tables):
+        norms = decode_attention.HeadNorms(weight, weight, 1e-6, 0.0)
+        return decode_attention.decode_attention(
+            q, k, v, (sin, cos), norms, (k_pages, v_pages), *tables, scores
+        )
+
+    args = (*heads, angles, angles, norm, pages, pages, table, kv_lens)
+else:
+    q = shape(64, 16, 8, head_dim, dtype=dtype)
+
+    def run(*args):
+        if kernel == "paged":
+            return paged_attention.paged_attention(*args, scores)
+        tiling = prefill_attention.choose_prefill_tiling(q.shape, 4)
+        tiling = tiling._replace(keys=tiling.keys * more_keys)
+        return prefill_attention.prefill_attention(*args, scores, tiling=tiling)
+
+    args = (q, pages, pages, table, shape(64, 16), kv_lens)
+text = jax.jit(run).lower(*args).compile().as_text()
+assert text.count("__gpu$xla.gpu.triton") == 1, text
+"""
+
+
+@needs_cuda_plugin
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernel", "head_dim", "dtype"),
+    [
+        ("prefill", 64, "bfloat16"),
+        ("prefill", 128, "float16"),
+        ("prefill", 256, "bfloat16"),
+        ("prefill", 512, "bfloat16"),
+        ("paged", 512, "bfloat16"),
+        ("decode", 512, "bfloat16"),
+        ("decode", 512, "float32"),
+    ],
+)
+def test_attention_spills_no_registers(kernel, head_dim, dtype):
+    done = run_compiler("-c", SCRIPT, kernel, head_dim, dtype, 1)
+    assert done.returncode == 0, done.stderr
+
+
+@needs_cuda_plugin
+@pytest.mark.slow
+def test_the_compiler_tells_of_spills():
+    """512 keys in a step have more scores than there are registers."""
+    done = run_compiler("-c", SCRIPT, "prefill", 32, "bfloat16", 4)
+    assert done.returncode != 0
+    assert "register spilling" in done.stderr
