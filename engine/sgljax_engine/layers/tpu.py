@@ -14,13 +14,12 @@ from sgljax_engine.layers.kernels import Options, XlaKernels
 from sgljax_engine.layers.target import kv_axes
 
 LANES = 128
-MIN_TOKENS = 128
-"""The kernel serves no fewer tokens: decode of a small batch takes no time for heads."""
+"""Lanes of a vector register; a head fills some."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TpuKernels(XlaKernels):
-    """XLA's code; norm and rotary embedding of many tokens' heads by a kernel.
+    """XLA's code; norm and rotary embedding of heads by a kernel, where tokens fill its tiles.
 
     Attributes:
         interpret: As of `pl.pallas_call`; for tests.
@@ -39,7 +38,7 @@ class TpuKernels(XlaKernels):
         """Rotary embedding of heads, after their norm if there is one."""
         num_tokens, num_heads, head_dim = x.shape
         is_whole = num_tokens % tokens_tile(x.dtype) == 0 and head_dim % LANES == 0
-        if options.is_batch_invariant or num_tokens < MIN_TOKENS or not is_whole:
+        if options.is_batch_invariant or not is_whole:
             return super().rotate(x, norm, sin, cos, options)
         run = functools.partial(rotate_heads, interpret=self.interpret)
         if self.mesh is None:
