@@ -78,7 +78,7 @@ WHOLE, ROW, NUMBER = 64 * 128 * 4, 128 * 4, 4
         ),
         # What it is given and leaves on the chip is part of that.
         (
-            'k = (f32[8]{0:S(1)}, f32[64,128]{1,0}) custom-call(%v, %x), '
+            "k = (f32[8]{0:S(1)}, f32[64,128]{1,0}) custom-call(%v, %x), "
             'custom_call_target="tpu_custom_call", backend_config={"bytes_accessed":"777"}',
             777 - 2 * 32,
         ),

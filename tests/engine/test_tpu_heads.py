@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,9 +10,9 @@ from sgljax_engine.kernels.tpu import rotate
 from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.kernels import Options, XlaKernels
 from sgljax_engine.layers.rope import rope_tables, rope_timescales
-from sgljax_engine.layers.tpu import TpuKernels
+from sgljax_engine.layers.tpu import TpuHeads
 
-KERNELS = TpuKernels(interpret=True)
+KERNELS = XlaKernels(heads=TpuHeads(interpret=True))
 
 
 def case(num_tokens, num_heads, head_dim, dtype, has_norm=True, offset=0.0):
@@ -26,9 +25,9 @@ def case(num_tokens, num_heads, head_dim, dtype, has_norm=True, offset=0.0):
 
 
 def differs(kernels, arguments, options):
-    x, norm, *tables = arguments
-    found = kernels.rotate(x, norm, *tables, options).astype(jnp.float32)
-    exact = XlaKernels().rotate(x.astype(jnp.float32), norm, *tables, options)
+    x, norm, sin, cos = arguments
+    found = kernels.rotate(x, norm, sin, cos, options).astype(jnp.float32)
+    exact = XlaKernels().rotate(x.astype(jnp.float32), norm, sin, cos, options)
     assert found.shape == exact.shape
     return np.max(np.abs(np.asarray(found - exact)))
 
@@ -59,5 +58,6 @@ def test_heads_are_rotated_after_their_norm(arguments, atol, monkeypatch):
 )
 def test_other_heads_are_left_to_xla(arguments, is_batch_invariant):
     options = Options(Layout.TOKENS_FIRST, is_batch_invariant)
-    found, same = (each.rotate(*arguments, options) for each in (KERNELS, XlaKernels()))
+    x, norm, sin, cos = arguments
+    found, same = (each.rotate(x, norm, sin, cos, options) for each in (KERNELS, XlaKernels()))
     np.testing.assert_array_equal(np.asarray(found), np.asarray(same))

@@ -45,6 +45,7 @@ from sgljax_engine.layers.target import Target, require_backend
 
 if TYPE_CHECKING:
     from sgljax_engine.layers.fused import FusedProducts
+    from sgljax_engine.layers.tpu import TpuHeads
 
 Weight = jax.Array | Panels | Int8Weight
 """A weight in the layout of the backend."""
@@ -176,10 +177,12 @@ class XlaKernels:
     Attributes:
         mesh: See `Kernels`.
         fused: See `Kernels`; for GPUs.
+        heads: Norms and rotates heads; for TPUs.
     """
 
     mesh: jax.sharding.AbstractMesh | None = None
     fused: FusedProducts | None = None
+    heads: TpuHeads | None = None
 
     def weights(self, params: Mapping[str, jax.Array]) -> Mapping[str, Weight]:
         """The weights of a program; a weight with a scale as int8."""
@@ -248,6 +251,8 @@ class XlaKernels:
         options: Options,
     ) -> jax.Array:
         """Rotary embedding of heads, after their norm if there is one."""
+        if self.heads is not None and self.heads.serves(x) and not options.is_batch_invariant:
+            return self.heads.rotate(x, norm, sin, cos)
         x = x if norm is None else self.norm(x, *norm, options)
         return apply_rope(x, sin, cos, options.layout.feature_axis)
 
@@ -398,7 +403,7 @@ def pick_kernels(name: str, target: Target) -> LinearBackend:
     is_cpu = name == "auto" and target.platform == "cpu"
     mesh = target.mesh if target.num_tensor_shards > 1 else None
     if name == "auto" and target.platform == "tpu":
-        from sgljax_engine.layers.tpu import TpuKernels
+        from sgljax_engine.layers.tpu import TpuHeads
 
-        return LinearBackend("xla", TpuKernels(mesh))
+        return LinearBackend("xla", XlaKernels(mesh, heads=TpuHeads(mesh)))
     return LinearBackend("xla", XlaKernels(mesh), problem if is_cpu else None)

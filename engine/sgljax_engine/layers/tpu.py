@@ -1,4 +1,4 @@
-"""Computations on each token on TPUs: XLA's, and a kernel for heads. Imported on request."""
+"""Heads on TPUs, by a kernel. Imported on request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from sgljax_engine.kernels.tpu.rotate import rotate_heads, tokens_tile
-from sgljax_engine.layers.kernels import Options, XlaKernels
 from sgljax_engine.layers.target import kv_axes
 
 LANES = 128
@@ -18,32 +17,35 @@ LANES = 128
 
 
 @dataclasses.dataclass(frozen=True)
-class TpuKernels(XlaKernels):
-    """XLA's code; norm and rotary embedding of heads by a kernel, where tokens fill its tiles.
+class TpuHeads:
+    """Norm and rotary embedding of heads. Static and hashable.
 
     Attributes:
+        mesh: Axes over which heads are sharded; None on one device. Kv heads are sharded over those
+            that `kv_axes` says, and copied over the others.
         interpret: As of `pl.pallas_call`; for tests.
     """
 
+    mesh: jax.sharding.AbstractMesh | None = None
     interpret: Any = False
+
+    def serves(self, x_TNH: jax.Array) -> bool:
+        """Whether the heads, and their tokens, fill tiles of memory on the chip."""
+        num_tokens, _, head_dim = x_TNH.shape
+        return num_tokens % tokens_tile(x_TNH.dtype) == 0 and head_dim % LANES == 0
 
     def rotate(
         self,
-        x: jax.Array,
+        x_TNH: jax.Array,
         norm: tuple[jax.Array, float, float] | None,
         sin: jax.Array,
         cos: jax.Array,
-        options: Options,
     ) -> jax.Array:
-        """Rotary embedding of heads, after their norm if there is one."""
-        num_tokens, num_heads, head_dim = x.shape
-        is_whole = num_tokens % tokens_tile(x.dtype) == 0 and head_dim % LANES == 0
-        if options.is_batch_invariant or not is_whole:
-            return super().rotate(x, norm, sin, cos, options)
+        """Rotary embedding of heads, after their norm if there is one; see `rotate_heads`."""
         run = functools.partial(rotate_heads, interpret=self.interpret)
         if self.mesh is None:
-            return run(x, norm, sin, cos)
-        heads = P(None, kv_axes(self.mesh.shape, num_heads))
+            return run(x_TNH, norm, sin, cos)
+        heads = P(None, kv_axes(self.mesh.shape, x_TNH.shape[1]))
         weight, (eps, offset) = (None, (0.0, 0.0)) if norm is None else (norm[0], norm[1:])
 
         def call(x: Any, weight: Any, sin: Any, cos: Any) -> jax.Array:
@@ -55,4 +57,4 @@ class TpuKernels(XlaKernels):
             in_specs=(heads, P(), P(), P()),
             out_specs=heads,
             check_vma=False,
-        )(x, weight, sin, cos)
+        )(x_TNH, weight, sin, cos)
