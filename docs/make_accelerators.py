@@ -66,8 +66,11 @@ REPORTS = (
         "--engine max_running_requests=64 --engine num_kv_tokens=65536",
         note="""A layer's attention is one call of [the kernel for
 TPUs](../../docs/architecture.md#the-tpu-kernel), which also writes the new keys and values: no KV
-page and no weight is copied in a decode step. With `attention_backend="xla"` the same decode
-program took 7.58 GB of temporaries and made 168 large copies, of 22.55 GB.""",
+page and no weight is copied in a decode step. Two calls rotate its queries and keys; the large copy
+of prefill is the embeddings of its tokens, on the chip. With a pool of 26,624 tokens, whose arrays
+of pages memory on the chip could hold, a decode step moves as much. With
+`attention_backend="xla"` the same decode program took 7.58 GB of temporaries and made 168 large
+copies, of 22.55 GB.""",
     ),
     Report(
         model="Qwen3-8B",
