@@ -90,8 +90,8 @@ small: the logits stay where they are.""",
         where="one v6e",
         arguments="--model llama-3.2-1b --topology v6e:1x1 --engine max_model_len=4096 "
         "--engine max_running_requests=64",
-        note=f"""Two kv heads of 64 share a row of a page, so the kernel serves them too. XLA rotates
-heads of 64, and copies activations of prefill. {_ROOM}""",
+        note=f"""Two kv heads of 64 share a row of a page, so the kernel serves them too. XLA
+rotates heads of 64, and copies activations of prefill. {_ROOM}""",
     ),
     Report(
         model="Gemma 3 4B",
