@@ -66,8 +66,11 @@ REPORTS = (
         "--engine max_running_requests=64 --engine num_kv_tokens=65536",
         note="""A layer's attention is one call of [the kernel for
 TPUs](../../docs/architecture.md#the-tpu-kernel), which also writes the new keys and values: no KV
-page and no weight is copied in a decode step. With `attention_backend="xla"` the same decode
-program took 7.58 GB of temporaries and made 168 large copies, of 22.55 GB.""",
+page and no weight is copied in a decode step. Two calls rotate its queries and keys; the large copy
+of prefill is the embeddings of its tokens, on the chip. With a pool of 26,624 tokens, whose arrays
+of pages memory on the chip could hold, a decode step moves as much. With
+`attention_backend="xla"` the same decode program took 7.58 GB of temporaries and made 168 large
+copies, of 22.55 GB.""",
     ),
     Report(
         model="Qwen3-8B",
@@ -87,7 +90,8 @@ small: the logits stay where they are.""",
         where="one v6e",
         arguments="--model llama-3.2-1b --topology v6e:1x1 --engine max_model_len=4096 "
         "--engine max_running_requests=64",
-        note=f"Two kv heads of 64 share a row of a page, so the kernel serves them too. {_ROOM}",
+        note=f"""Two kv heads of 64 share a row of a page, so the kernel serves them too. XLA
+rotates heads of 64, and copies activations of prefill. {_ROOM}""",
     ),
     Report(
         model="Gemma 3 4B",

@@ -26,6 +26,12 @@ ENGINES = {
     "qwen3-8b on v5e tp 8": ("qwen3-8b", "v5e:2x4", 8, {"max_model_len": 4096}),
     "qwen3-8b on v5e 2 of tp 4": ("qwen3-8b", "v5e:2x4", 4, {"max_model_len": 4096}),
     "qwen3-0.6b on v5p": ("qwen3-0.6b", "v5p:1x1x1", 1, {"max_model_len": 4096}),
+    "qwen3-0.6b on v5e, a pool that VMEM could hold": (
+        "qwen3-0.6b",
+        "v5e:1x1",
+        1,
+        {"max_model_len": 1024, "max_running_requests": 64, "num_kv_tokens": 26624},
+    ),
     # The pool is what memory gives: `num_kv_tokens` is left to the engine.
     "llama-3.2-1b on v6e": (
         "llama-3.2-1b",
@@ -95,46 +101,70 @@ def test_it_fits(name):
 
 
 def test_decode_of_the_smallest_model_needs_little_beside_weights_and_kv():
-    """64 rows of 1,024 tokens on one v5e: 0.17 GiB."""
+    """64 rows of 1,024 tokens on one v5e: 0.52 GiB, mostly arrays of the size of logits."""
     decode = program_of("qwen3-0.6b on v5e", "decode")
     assert decode["size"] == 64
-    assert decode["memory"]["temp_bytes"] < 0.5 * GIB
+    assert decode["memory"]["temp_bytes"] < 0.6 * GIB
 
 
-def test_decode_moves_little_more_than_it_must():
-    """Weights once, and the keys and values of 64 full rows, which are the whole pool: 1.03."""
-    name = "qwen3-0.6b on v5e"
-    memory, decode = compiled(name)["preview"]["memory"], program_of(name, "decode")
-    assert memory["kv_tokens"] == decode["size"] * 1024
-    needed = memory["weights_bytes"] + memory["kv_bytes"]
-    assert needed <= decode["memory_bytes"] <= 1.25 * needed
+@pytest.mark.parametrize("name", [name for name in ENGINES if "0.6b on v5e" in name])
+def test_decode_moves_little_more_than_it_must(name):
+    """Weights once, and the keys and values of 64 full rows: 1.05, however small the pool is."""
+    decode = program_of(name, "decode")
+    memory = compiled(name)["preview"]["memory"]
+    row_bytes = 1024 * memory["kv_bytes"] / memory["kv_tokens"]
+    needed = memory["weights_bytes"] + decode["size"] * row_bytes
+    assert needed <= decode["memory_bytes"] <= 1.1 * needed
+
+
+def test_estimates_are_of_one_basis():
+    """What the model needs, and what the program has, are within a tenth in decode."""
+    by_model, by_program, *_ = compiled("qwen3-0.6b on v5e")["estimates"]
+    assert (by_model["name"], by_model["basis"]) == ("decode", "model")
+    assert (by_program["name"], by_program["basis"]) == ("decode", "program")
+    assert by_model["step_s"] <= by_program["step_s"] <= 1.1 * by_model["step_s"]
 
 
 def test_prefill_reads_keys_once_for_128_tokens():
-    """Weights once, and the keys and values of 16 full rows for 2,048 tokens: 1.21."""
+    """Weights of all layers once, and the keys and values of 16 full rows for 2,048 tokens."""
     name = "qwen3-0.6b on v5e"
     memory, prefill = compiled(name)["preview"]["memory"], program_of(name, "prefill")
+    table_bytes = 2 * 151936 * 1024
     rows = prefill["size"] / 128
-    needed = memory["weights_bytes"] + memory["kv_bytes"] * rows * 1024 / memory["kv_tokens"]
-    assert needed <= prefill["memory_bytes"] <= 1.25 * needed
+    needed = memory["weights_bytes"] - table_bytes
+    needed += memory["kv_bytes"] * rows * 1024 / memory["kv_tokens"]
+    assert 0.97 * needed <= prefill["memory_bytes"] <= 1.25 * needed
 
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_decode_is_a_kernel_call_a_layer_and_copies_nothing_large(name):
     """No copy of a layer's KV pages or of a weight."""
     decode = program_of(name, "decode")
-    (kernel,) = decode["kernels"]
-    assert kernel["name"] == "tpu_custom_call paged_attention"
-    assert (kernel["count"], kernel["num_loops"]) == (NUM_LAYERS[ENGINES[name][0]], 1)
+    attention = calls_of(decode)["paged_attention"]
+    assert (attention["count"], attention["num_loops"]) == (NUM_LAYERS[ENGINES[name][0]], 1)
     assert decode["copies"] == []
 
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_prefill_is_a_kernel_call_a_layer_with_keys(name):
-    (kernel,) = program_of(name, "prefill")["kernels"]
-    assert (kernel["count"], kernel["num_loops"]) == (NUM_OWN_KEYS[ENGINES[name][0]], 0)
+    attention = calls_of(program_of(name, "prefill"))["paged_attention"]
+    assert (attention["count"], attention["num_loops"]) == (NUM_OWN_KEYS[ENGINES[name][0]], 0)
     for copy in program_of(name, "prefill")["copies"]:
         assert copy["num_bytes"] < 0.05 * GIB, "activations, no weight and no page"
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_queries_and_keys_are_rotated_where_they_are(kind):
+    """A kernel rotates queries, and keys, in each layer, so that nothing transposes them."""
+    program = program_of("qwen3-0.6b on v5e", kind)
+    assert calls_of(program)["rotate_heads"]["count"] == 2 * 28
+    # In prefill the embeddings of the tokens, which are as many numbers as a weight.
+    assert [copy["count"] for copy in program["copies"]] == [1] * (kind == "prefill")
+
+
+def calls_of(program):
+    """Calls by the names of their kernels."""
+    return {call["name"].removeprefix("tpu_custom_call "): call for call in program["kernels"]}
 
 
 @pytest.mark.parametrize("name", SHARED)
@@ -172,5 +202,5 @@ def test_the_kernel_compiles_for_other_pages_and_float32(options):
     assert preview["memory"]["page_size"] == options.get("page_size", 16)
     decode, prefill, _ = found["programs"]
     for program in (decode, prefill):
-        assert sum(call["count"] for call in program["kernels"]) == TWO_LAYERS.num_layers
+        assert calls_of(program)["paged_attention"]["count"] == TWO_LAYERS.num_layers
     assert decode["copies"] == []

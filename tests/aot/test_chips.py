@@ -8,7 +8,8 @@ import pytest
 
 from sgljax_engine import EngineConfig, InvalidConfigError, preview_engine
 from sgljax_engine.aot import CHIPS, ProgramReport, parse_topology
-from sgljax_engine.aot.roofline import estimate, num_used_parameters
+from sgljax_engine.aot.roofline import estimate, used_parameters
+from sgljax_engine.model_config import AttentionConfig, MoEConfig
 from tests.aot.programs import QWEN3_8B, TWO_LAYERS
 
 
@@ -48,27 +49,69 @@ def test_other_topologies_are_refused(topology, message):
         parse_topology(topology)
 
 
-def test_parameters_that_a_token_meets():
+def test_parameters_that_programs_use():
     table = 151936 * 4096
-    assert num_used_parameters(QWEN3_8B, 10 * table, has_logits=True) == 9 * table
-    assert num_used_parameters(QWEN3_8B, 10 * table, has_logits=False) == 8 * table
+    of_layer = 4096 * 128 * (32 + 8 + 8 + 32) + 3 * 4096 * 12288 + 2 * 4096 + 2 * 128
+    decode = used_parameters(QWEN3_8B, 8, is_decode=True)
+    assert decode == (36 * of_layer + table + 4096,) * 2
+    # No logits, and of the last layer keys and values only.
+    prefill = used_parameters(QWEN3_8B, 8, is_decode=False)
+    assert prefill == (35 * of_layer + 2 * 4096 * 128 * 8 + 4096,) * 2
     tied = dataclasses.replace(QWEN3_8B, tie_word_embeddings=True)
-    assert num_used_parameters(tied, 10 * table, has_logits=True) == 10 * table
+    assert used_parameters(tied, 8, is_decode=True) == decode
 
 
-def test_estimates():
-    config = EngineConfig.from_options({"num_kv_tokens": 2048, "max_model_len": 1024})
-    preview = preview_engine(TWO_LAYERS, config=config)
-    assert preview.memory is not None
-    decode = ProgramReport(
-        name="decode", size=2, flops=1e12, memory_bytes=819_000_000, compile_s=1.0
+def test_experts_count_as_far_as_tokens_go_through_them():
+    moe = MoEConfig(
+        num_experts=64, num_experts_per_token=4, intermediate_size=256, norm_topk_prob=True
     )
-    by_model, by_program = estimate(CHIPS["v5e"], TWO_LAYERS, preview, decode)
-    read = preview.weights_bytes + preview.memory.kv_bytes / 2
-    assert by_model.step_s == pytest.approx(read / 819e9)
-    assert (by_model.basis, by_model.bound) == ("model", "memory")
-    assert by_program.step_s == pytest.approx(1e12 / 197e12)
-    assert (by_program.basis, by_program.bound) == ("program", "compute")
-    assert by_program.tokens_per_s == pytest.approx(2 / by_program.step_s)
-    uncounted = dataclasses.replace(decode, flops=None, memory_bytes=None)
-    assert estimate(CHIPS["v5e"], TWO_LAYERS, preview, uncounted) == (by_model,)
+    model = dataclasses.replace(TWO_LAYERS, architecture="Qwen3MoeForCausalLM", moe=moe)
+    experts = 2 * 64 * 3 * 512 * 256
+    found = {size: used_parameters(model, size, is_decode=True) for size in (1, 8, 16, 32)}
+    rest = found[1].num_multiplied - experts / 16
+    assert 0 < rest < TWO_LAYERS.vocab_size * 512 * 1.2
+    for size, used in found.items():
+        assert used.num_multiplied == rest + experts / 16
+        assert used.num_read == rest + experts * min(size / 16, 1)
+
+
+def test_both_estimates_are_of_full_page_tables():
+    """Whatever the pool holds: the kernels' costs are of full tables, too."""
+    head = 4 * 128  # channels of a token's keys in a layer
+    for num_kv_tokens in (1024, 2048, 8192):
+        options = {"num_kv_tokens": num_kv_tokens, "max_model_len": 1024, "dtype": "bfloat16"}
+        preview = preview_engine(TWO_LAYERS, config=EngineConfig.from_options(options))
+        decode = ProgramReport(
+            name="decode", size=4, flops=1e12, memory_bytes=819_000_000, compile_s=1.0
+        )
+        by_model, by_program = estimate(CHIPS["v5e"], TWO_LAYERS, preview, decode)
+        read = preview.weights_bytes + 2 * 2 * 4 * 1024 * head * 2
+        assert by_model.step_s == pytest.approx(read / 819e9)
+        assert (by_model.basis, by_model.bound) == ("model", "memory")
+        assert by_program.step_s == pytest.approx(1e12 / 197e12)
+        assert (by_program.basis, by_program.bound) == ("program", "compute")
+        assert by_program.tokens_per_s == pytest.approx(4 / by_program.step_s)
+        uncounted = dataclasses.replace(decode, flops=None, memory_bytes=None)
+        assert estimate(CHIPS["v5e"], TWO_LAYERS, preview, uncounted) == (by_model,)
+
+
+def test_prefill_computes_attention_and_the_layers_before_the_last_keys():
+    preview = preview_engine(
+        TWO_LAYERS, config=EngineConfig.from_options({"max_model_len": 1024, "dtype": "bfloat16"})
+    )
+    prefill = ProgramReport(name="prefill", size=2048, compile_s=1.0)
+    (found,) = estimate(CHIPS["v5e"], TWO_LAYERS, preview, prefill)
+    used = used_parameters(TWO_LAYERS, 2048, is_decode=False).num_multiplied
+    flops = 2 * 2048 * used + 4 * 2048 * 1024 * 8 * 128
+    assert (found.bound, found.step_s) == ("compute", pytest.approx(flops / 197e12))
+
+
+def test_sliding_layers_read_their_windows():
+    slides = AttentionConfig(sliding_window=256, sliding_layers=(True, False))
+    model = dataclasses.replace(TWO_LAYERS, attention=slides, architecture="Gemma3ForCausalLM")
+    options = {"num_kv_tokens": 4096, "max_model_len": 1024, "dtype": "bfloat16"}
+    preview = preview_engine(model, config=EngineConfig.from_options(options))
+    decode = ProgramReport(name="decode", size=4, compile_s=1.0)
+    (found,) = estimate(CHIPS["v5e"], model, preview, decode)
+    read = preview.weights_bytes + 2 * 4 * (256 + 1024) * 4 * 128 * 2
+    assert found.step_s == pytest.approx(read / 819e9)

@@ -42,6 +42,7 @@ ENTRY %main (x: f32[64,128], i: s32[], r: f32[1,128]) -> f32[64,128] {
   %x = f32[64,128]{1,0} parameter(0)
   %i = s32[] parameter(1)
   %r = f32[1,128]{1,0} parameter(2)
+  %v = f32[8]{0:S(1)} constant({...})
 """
 WHOLE, ROW, NUMBER = 64 * 128 * 4, 128 * 4, 4
 
@@ -74,6 +75,12 @@ WHOLE, ROW, NUMBER = 64 * 128 * 4, 128 * 4, 4
             'k = f32[64,128]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", '
             'backend_config={"cost_estimate":{"flops":"1","bytes_accessed":"77"}}',
             77,
+        ),
+        # What it is given and leaves on the chip is part of that.
+        (
+            "k = (f32[8]{0:S(1)}, f32[64,128]{1,0}) custom-call(%v, %x), "
+            'custom_call_target="tpu_custom_call", backend_config={"bytes_accessed":"777"}',
+            777 - 2 * 32,
         ),
     ],
 )

@@ -7,9 +7,10 @@ import sys
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sgljax_engine import Engine, InvalidConfigError, ModelConfig, RequestOutput, SamplingParams
 from sgljax_engine.attention import pallas, tpu
@@ -17,6 +18,7 @@ from sgljax_engine.attention.base import AttentionOptions
 from sgljax_engine.attention.pallas import PallasAttention
 from sgljax_engine.attention.tpu import TpuAttention
 from sgljax_engine.layers.target import kv_axes
+from sgljax_engine.layers.tpu import TpuHeads
 from sgljax_engine.model_config import KVShape
 from sgljax_engine.placement.submeshes import place
 from sgljax_engine.preview import preview_engine
@@ -189,6 +191,27 @@ def tpu_kernel() -> None:
         for mine, ours in zip(one, several, strict=True):
             np.testing.assert_array_equal(np.asarray(mine), np.asarray(ours))
         case.check(want, got)
+
+
+def rotation_on_tpus() -> None:
+    """Queries, and keys that several devices have, as on one device."""
+    (placement,) = place(wide_heads(2, 1), mesh_of(4), "float32").engines
+    rng, mesh = np.random.default_rng(0), placement.target.mesh
+    norm = jnp.asarray(rng.normal(size=128), np.float32), 1e-6, 0.0
+    sin, cos = rng.normal(size=(2, 24, 1, 64)).astype(np.float32)
+    for num_heads in (8, 2):
+        x = rng.normal(size=(24, num_heads, 128)).astype(np.float32)
+        heads = PartitionSpec(None, kv_axes(mesh.shape, num_heads))
+        sharded = jax.device_put(x, NamedSharding(placement.mesh, heads))
+        want, got = (
+            jax.jit(lambda x, heads=heads: heads.rotate(x, norm, sin, cos))(given)
+            for heads, given in (
+                (TpuHeads(interpret=True), x),
+                (TpuHeads(mesh, interpret=True), sharded),
+            )
+        )
+        assert got.sharding.shard_shape(got.shape)[1] == max(num_heads // 4, 1)
+        np.testing.assert_allclose(np.asarray(want), np.asarray(got), atol=1e-6)
 
 
 def gpu_kernel() -> None:

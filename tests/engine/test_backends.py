@@ -19,6 +19,7 @@ from sgljax_engine.attention.registry import BACKENDS, PORTABLE, pick_attention
 from sgljax_engine.config import ATTENTION_BACKENDS, LINEAR_BACKENDS, RuntimeConfig
 from sgljax_engine.layers import target
 from sgljax_engine.layers.kernels import XlaKernels, pick_kernels
+from sgljax_engine.layers.tpu import TpuHeads
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.placement.submeshes import place
@@ -111,7 +112,10 @@ def test_accelerators_have_portable_code(platform):
     found = pick_attention("auto", target, (80,))
     assert (found.name, found.attend) == ("xla", PORTABLE["xla"])
     assert (found.contiguous_kv, found.why_not_native) == ("never", None)
-    assert pick_kernels("auto", target)[::2] == ("xla", None)
+    found = pick_kernels("auto", target)
+    assert found[::2] == ("xla", None)
+    assert isinstance(found.kernels, XlaKernels)
+    assert found.kernels.heads == (TpuHeads() if platform == "tpu" else None)
     assert pick_kernels("xla", target).kernels == XlaKernels()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +52,7 @@ def test_products_and_norms(dtype):
     x, residual = draw(NUM_TOKENS, 96, scale=3.0), draw(NUM_TOKENS, 96)
     weight, other = (draw(96, 96, scale=1 / 16) for _ in "ab")
     table, norm = draw(201, 96, scale=1 / 16), jnp.float32(0.1 * rng.normal(size=96))
-    how = {"is_fixed": True, "interpret": True}
+    how: dict[str, Any] = {"is_fixed": True, "interpret": True}
     made = Norm(norm, eps, 1.0)
     h = exact(x) / np.sqrt(np.mean(exact(x) ** 2, axis=-1, keepdims=True) + eps)
     gate, up = (h * (exact(norm) + 1.0) @ exact(each) for each in (weight, other))

@@ -14,6 +14,7 @@ from tests.devices import run_python
     "case",
     [
         "refusals",
+        pytest.param("rotation_on_tpus", marks=pytest.mark.slow),
         pytest.param("gpu_kernel", marks=pytest.mark.soak),
         pytest.param("eight_devices", marks=pytest.mark.slow),
         pytest.param("shared_keys", marks=pytest.mark.slow),

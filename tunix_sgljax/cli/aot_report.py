@@ -38,7 +38,11 @@ def describe(report: AotReport, title: str, topology: str) -> str:
     )
     memory = f"Memory: {'; '.join(_memory_lines(report))}."
     times = [f"- {_estimate_line(each)}" for each in report.estimates]
-    below = ["Least times at the chip's published rates, an estimate:", "", *times] if times else []
+    basis = (
+        "Least times at the chip's published rates, an estimate, if each request has "
+        f"{preview.max_model_len} tokens:"
+    )
+    below = [basis, "", *times] if times else []
     counted = [
         f"- {_title(program)}: {_launches_line(program.launches)}"
         for program in report.programs

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import math
+import re
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
 
 from sgljax_engine.aot.chips import Chip
 from sgljax_engine.aot.report import ProgramReport
 from sgljax_engine.model_config import ModelConfig
+from sgljax_engine.models.registry import get_model
+from sgljax_engine.models.spec import ParamKind
 from sgljax_engine.preview import EnginePreview
+
+_KEYS = re.compile(r"\.self_attn\.[kv]_proj\.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,8 +27,9 @@ class Estimate:
 
     Attributes:
         name: "decode" or "prefill".
-        basis: "model": the operations of the matrices, and the bytes of these and of the KV, each
-            read once. "program": what the compiler counts of the program, see `ProgramReport`.
+        basis: "model": the operations of the matrices and of attention, and the bytes of the
+            weights and of the KV, each read once. "program": what the compiler counts of the
+            program, see `ProgramReport`.
         step_s: Seconds of a step.
         tokens_per_s: Tokens that all engines of the group process in a second.
         bound: What takes the time.
@@ -38,8 +47,8 @@ def estimate(
 ) -> tuple[Estimate, ...]:
     """Estimates of a decode or prefill program: by model, and by program if that is counted.
 
-    By model, decode reads the KV of rows at half of `max_model_len`, as far as pages hold them;
-    prefill reads no KV and computes no logits.
+    Both are of requests that fill their page tables: each token attends to `max_model_len` keys, or
+    to those in the window of a sliding layer. Prefill has as few requests as its tokens can be of.
 
     Args:
         chip: The chip.
@@ -49,13 +58,13 @@ def estimate(
     """
     memory = preview.memory
     assert memory is not None
-    tokens, is_decode = program.size, program.name == "decode"
-    used = num_used_parameters(model, preview.num_parameters, has_logits=is_decode)
-    flops = 2 * used * tokens / preview.tp_size
-    num_bytes = memory.weights_bytes / preview.tp_size * used / preview.num_parameters
-    if is_decode:
-        held = min(tokens * preview.max_model_len / 2, memory.kv_tokens)
-        num_bytes += memory.kv_bytes / preview.tp_size * held / memory.kv_tokens
+    is_decode = program.name == "decode"
+    used = used_parameters(model, program.size, is_decode=is_decode)
+    weight_bytes = memory.weights_bytes / preview.num_parameters
+    num_keys, num_scored = _attention(model, preview, program.size, is_decode=is_decode)
+    num_bytes = used.num_read * weight_bytes / preview.tp_size
+    num_bytes += 2 * num_keys * jnp.dtype(preview.dtype).itemsize
+    flops = (2 * program.size * used.num_multiplied + 4 * num_scored) / preview.tp_size
     by_model = _roofline(chip, preview, program, "model", flops, num_bytes)
     if program.flops is None or program.memory_bytes is None:
         return (by_model,)
@@ -63,11 +72,55 @@ def estimate(
     return by_model, _roofline(chip, preview, program, "program", *counted)
 
 
-def num_used_parameters(model: ModelConfig, num_parameters: int, *, has_logits: bool) -> int:
-    """Parameters that a token is multiplied with: not the table of embeddings."""
-    table = model.vocab_size * model.hidden_size
-    num_tables = 1 if model.tie_word_embeddings else 2
-    return num_parameters - num_tables * table + (table if has_logits else 0)
+class UsedParameters(NamedTuple):
+    """Parameters that a program uses.
+
+    Attributes:
+        num_read: Those that it reads: of experts at most as many as its tokens go through.
+        num_multiplied: Those that a token is multiplied with.
+    """
+
+    num_read: float
+    num_multiplied: float
+
+
+def used_parameters(model: ModelConfig, num_tokens: int, *, is_decode: bool) -> UsedParameters:
+    """Parameters that decode or prefill uses; of tables that are looked up none.
+
+    Prefill computes no logits, and ends with the keys and values of the last layer that has some.
+    """
+    last = model.cached_layers[-1]
+    num_read = num_multiplied = 0.0
+    for name, spec in get_model(model.architecture).param_specs(model).items():
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        index = -1 if layer is None else int(layer[1])
+        is_looked_up = spec.kind is ParamKind.EMBEDDING
+        is_after = index > last or (index == last and not _KEYS.search(name))
+        if is_looked_up or (not is_decode and (spec.kind is ParamKind.HEAD or is_after)):
+            continue
+        size, share = math.prod(spec.shape), 1.0
+        if spec.kind is ParamKind.EXPERTS and model.moe is not None:
+            share = model.moe.num_experts_per_token / model.moe.num_experts
+        num_read += size * min(share * num_tokens, 1.0)
+        num_multiplied += size * share
+    return UsedParameters(num_read, num_multiplied)
+
+
+def _attention(
+    model: ModelConfig, preview: EnginePreview, num_tokens: int, *, is_decode: bool
+) -> tuple[float, float]:
+    """Numbers of the keys that a device reads, and of query numbers times the keys they meet."""
+    context = preview.max_model_len
+    new = 1 if is_decode else min(num_tokens, context)  # tokens of a request
+    num_keys = num_scored = 0.0
+    for layer in range(model.num_layers if is_decode else model.cached_layers[-1]):
+        slides, heads = model.attention.slides(layer), model.kv_shape(layer)
+        window = (model.attention.sliding_window if slides else None) or context
+        read = min(context, window - 1 + new) * math.ceil(num_tokens / new)
+        num_keys += read * heads.head_dim * max(heads.num_heads / preview.tp_size, 1)
+        seen = min(context, window)
+        num_scored += num_tokens * seen * model.num_heads * heads.head_dim
+    return num_keys, num_scored
 
 
 def _roofline(

@@ -3,7 +3,8 @@
 XLA's own count includes memory on the chip, so what is fetched there counts again when it is used.
 Here an instruction reads its operands and writes its results as far as they are in the device's
 memory; a fusion that takes slices of an operand reads these; what is updated in place is written as
-far as it changes. Kernels that XLA did not make say themselves what they move.
+far as it changes. Kernels that XLA did not make say themselves what they move, wherever it is: what
+they are given, and leave, on the chip does not count.
 """
 
 from __future__ import annotations
@@ -71,10 +72,11 @@ def _moved(module: Module, known: dict[str, Instruction], instruction: Instructi
         source, target = instruction.arrays[:2]
         is_read, is_written = (array.memory_space == 0 for array in (source, target))
         return target.num_bytes * (is_read + is_written)
+    given = [known.get(name) for name in operands(instruction)]
     kernel = _KERNEL_BYTES.search(instruction.text) if opcode == "custom-call" else None
     if kernel is not None:
-        return int(kernel[1])
-    given = [known.get(name) for name in operands(instruction)]
+        arrays = [array for each in given if each is not None for array in each.arrays]
+        return max(int(kernel[1]) - _on_chip([*arrays, *instruction.arrays]), 0)
     if opcode == "fusion":
         return _moved_by_fusion(module, instruction, given)
     part = given[_UPDATES[opcode]] if opcode in _UPDATES else None
@@ -121,6 +123,11 @@ def _used_of_parameter(module: Module, name: str, place: int) -> int | None:
         elif given[0] not in names or names.intersection(given[1:]) or each.opcode not in _UPDATES:
             return None
     return total
+
+
+def _on_chip(arrays: Iterable[Array]) -> int:
+    """Bytes of those that are in memory on the chip."""
+    return sum(array.num_bytes for array in arrays if array.memory_space != 0)
 
 
 def _in_memory(arrays: Iterable[Array]) -> int:

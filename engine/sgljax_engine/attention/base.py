@@ -238,9 +238,9 @@ class AttentionBackend(NamedTuple):
         name: Name of `attend`, for reports.
         attend: Attention over pages, for prefill and scoring, and for decode without its own.
         batch_invariant: `attend` for an engine with deterministic sampling.
-        prepare: What is before `batch_invariant`, if it has a kernel.
         decode: Attention that decode uses instead, if any.
         prefill: Attention that prefill uses instead, if any.
+        prepare: What is before `batch_invariant`, if it has a kernel.
         fused: Attention of an engine with fused products, if it has its own.
         write_kv: Writes keys and values into pages, for `attend`.
         contiguous_kv: Whether decode copies its rows' keys into contiguous KV
@@ -256,9 +256,9 @@ class AttentionBackend(NamedTuple):
     name: str
     attend: PagedAttention
     batch_invariant: PagedAttention
-    prepare: PrepareHeads | None = None
     decode: DecodeAttention | None = None
     prefill: PrefillAttention | None = None
+    prepare: PrepareHeads | None = None
     fused: FusedAttention | None = None
     write_kv: WriteKV = write_kv
     contiguous_kv: ContiguousKV = "never"

@@ -35,7 +35,7 @@ class InvariantKernels(XlaKernels):
     @classmethod
     def make(cls, *, interpret: bool = False) -> InvariantKernels:
         """Those of one device."""
-        return cls(None, FusedProducts(is_fixed=True, interpret=interpret), interpret)
+        return cls(fused=FusedProducts(is_fixed=True, interpret=interpret), interpret=interpret)
 
     @property
     def is_batch_invariant(self) -> bool:

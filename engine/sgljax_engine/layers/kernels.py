@@ -45,6 +45,7 @@ from sgljax_engine.layers.target import Target, require_backend
 
 if TYPE_CHECKING:
     from sgljax_engine.layers.fused import FusedProducts
+    from sgljax_engine.layers.tpu import TpuHeads
 
 Weight = jax.Array | Panels | Int8Weight
 """A weight in the layout of the backend."""
@@ -138,8 +139,23 @@ class Kernels(Protocol):
         """
         ...
 
-    def rotate(self, x: jax.Array, sin: jax.Array, cos: jax.Array, layout: Layout) -> jax.Array:
-        """Rotary embedding of heads, see `rope.apply_rope`."""
+    def rotate(
+        self,
+        x: jax.Array,
+        norm: tuple[jax.Array, float, float] | None,
+        sin: jax.Array,
+        cos: jax.Array,
+        options: Options,
+    ) -> jax.Array:
+        """Rotary embedding of heads, see `rope.apply_rope`.
+
+        Args:
+            x: Heads, in the layout.
+            norm: Weight, eps and offset of the norm of each head before; None without.
+            sin: From `rope_tables`.
+            cos: From `rope_tables`.
+            options: How to compute it.
+        """
         ...
 
     def ragged_linear(
@@ -166,10 +182,12 @@ class XlaKernels:
     Attributes:
         mesh: See `Kernels`.
         fused: See `Kernels`; for GPUs.
+        heads: Norms and rotates heads; for TPUs.
     """
 
     mesh: jax.sharding.AbstractMesh | None = None
     fused: FusedProducts | None = None
+    heads: TpuHeads | None = None
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -233,9 +251,19 @@ class XlaKernels:
             return make(positions)  # a sine computed in another kernel may have other bits
         return layout.compute_once(make, positions)
 
-    def rotate(self, x: jax.Array, sin: jax.Array, cos: jax.Array, layout: Layout) -> jax.Array:
-        """Rotary embedding of heads."""
-        return apply_rope(x, sin, cos, layout.feature_axis)
+    def rotate(
+        self,
+        x: jax.Array,
+        norm: tuple[jax.Array, float, float] | None,
+        sin: jax.Array,
+        cos: jax.Array,
+        options: Options,
+    ) -> jax.Array:
+        """Rotary embedding of heads, after their norm if there is one."""
+        if self.heads is not None and self.heads.serves(x) and not options.is_batch_invariant:
+            return self.heads.rotate(x, norm, sin, cos)
+        x = x if norm is None else self.norm(x, *norm, options)
+        return apply_rope(x, sin, cos, options.layout.feature_axis)
 
     def ragged_linear(
         self, weights: Weight, x: jax.Array, group_sizes: jax.Array, options: Options
@@ -329,10 +357,16 @@ class CpuKernels:
             constants = np.array(timescales())  # a copy: the program keeps no device array
         return cpu_rope_tables(positions, constants)
 
-    def rotate(self, x: jax.Array, sin: jax.Array, cos: jax.Array, layout: Layout) -> jax.Array:
-        """Rotary embedding of heads."""
-        del layout
-        return cpu_rotate(x, sin, cos)
+    def rotate(
+        self,
+        x: jax.Array,
+        norm: tuple[jax.Array, float, float] | None,
+        sin: jax.Array,
+        cos: jax.Array,
+        options: Options,
+    ) -> jax.Array:
+        """Rotary embedding of heads, after their norm if there is one."""
+        return cpu_rotate(x if norm is None else self.norm(x, *norm, options), sin, cos)
 
     def ragged_linear(
         self, weights: Weight, x: jax.Array, group_sizes: jax.Array, options: Options
@@ -379,4 +413,8 @@ def pick_kernels(name: str, target: Target) -> LinearBackend:
         return LinearBackend("pallas", XlaKernels(fused=FusedProducts()))
     is_cpu = name == "auto" and target.platform == "cpu"
     mesh = target.mesh if target.num_tensor_shards > 1 else None
+    if name == "auto" and target.platform == "tpu":
+        from sgljax_engine.layers.tpu import TpuHeads
+
+        return LinearBackend("xla", XlaKernels(mesh, heads=TpuHeads(mesh)))
     return LinearBackend("xla", XlaKernels(mesh), problem if is_cpu else None)

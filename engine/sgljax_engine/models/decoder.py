@@ -306,9 +306,9 @@ class _Layers(NamedTuple):
             return layout.split_heads(self.linear(prefix + name, h), kind.head_dim)
 
         def rotate(x: jax.Array, name: str) -> jax.Array:
-            if self.traits.has_qk_norm:
-                x = self.norm(prefix + name, x)
-            return layout.tokens_first(self.context.kernels.rotate(x, sin, cos, layout))
+            norm = self.norm_of(prefix + name) if self.traits.has_qk_norm else None
+            rotate = self.context.kernels.rotate
+            return layout.tokens_first(rotate(x, norm, sin, cos, self.context.options))
 
         q = project("q_proj")
         if not kind.owns_kv:

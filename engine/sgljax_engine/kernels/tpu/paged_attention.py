@@ -8,7 +8,7 @@ Between runs of one token, and where nothing is written, the first chunk of the 
 way too. A page has all heads of its tokens, so one copy brings tens of kilobytes.
 
 New keys and values are put into their page in VMEM, where attention uses them, and the page goes
-back to the pool. So the pool is read and written in place, and no program copies it.
+back to the pool. So the pool is read and written in place, in HBM, and no program copies it.
 
 Steps run in order on one core. A block may so use keys of blocks before it.
 """
@@ -86,17 +86,20 @@ def paged_attention(
 
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     chunk = (2, sizes.chunk_pages, *k_pages.shape[1:])
-    pools = [] if new is None else [k_pages, v_pages]
+    pools = [k_pages, v_pages]
+    if not interpret:  # a pool that fits into VMEM would be brought there whole, and back
+        pools = [pltpu.with_memory_space_constraint(pool, pltpu.HBM) for pool in pools]
+    written = [] if new is None else pools
     groups = 1 if num_queries == 1 else num_heads // num_kv_heads
     state = (num_kv_heads, groups, q.shape[-2])
     runs_N = _run_lengths(page_table_NP, starts_N, kv_lens_N, sizes)
-    out, *written = pl.pallas_call(
+    out, *stored = pl.pallas_call(
         functools.partial(attend_step, is_writing=new is not None, sizes=sizes, scores=scores),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(num_blocks // sizes.step_blocks,),
             in_specs=[block(q), *map(block, fresh), anywhere, anywhere],
-            out_specs=[block(q), *(anywhere for _ in pools)],
+            out_specs=[block(q), *(anywhere for _ in written)],
             scratch_shapes=[
                 pltpu.VMEM(chunk, k_pages.dtype),
                 pltpu.VMEM(chunk, v_pages.dtype),
@@ -108,16 +111,16 @@ def paged_attention(
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, *pools)],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, *written)],
         # Operands are counted with the four prefetched ones.
         input_output_aliases={} if new is None else {7: 1, 8: 2},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         cost_estimate=_cost(q_NQDh, new, k_pages, page_table_NP.shape[1], sizes, scores),
         interpret=interpret,
         name="paged_attention",
-    )(page_table_NP, starts_N, kv_lens_N, runs_N, q, *fresh, k_pages, v_pages)
+    )(page_table_NP, starts_N, kv_lens_N, runs_N, q, *fresh, *pools)
     if new is not None:
-        k_pages, v_pages = written
+        k_pages, v_pages = stored
     return _outputs_of_steps(out, q_NQDh, sizes), k_pages, v_pages
 
 
