@@ -22,7 +22,7 @@ from sgljax_engine.kernels.gpu.prefill_attention import choose_prefill_tiling, p
 
 _BLOCK = 16
 _TOLERANCE = 0.03
-"""Of outputs that are averages of standard normal values, in bfloat16."""
+"""The largest difference of outputs in bfloat16, averages of standard normal values."""
 
 _STEPS = {"tiles": None, "tiles, 64 keys a step": 64, "tiles, 32 keys a step": 32}
 """Keys in a step of the kernel with tiles; None for its own choice."""

@@ -14,7 +14,7 @@ from sgljax_engine.placement import submeshes
 ATTENTION = PallasAttention(interpret=True)
 INVARIANT = PallasAttention(is_invariant=True, interpret=True)
 OPTIONS = {"attention_backend": "pallas", "linear_backend": "xla"}
-"""Of an engine; what stands for "pallas" products is asked for by a name that CPUs have."""
+"""Options of an engine; what stands for "pallas" products is asked for by a name of CPUs."""
 
 
 def use_gpu_kernels(patch: pytest.MonkeyPatch, products: fused.FusedProducts) -> None:

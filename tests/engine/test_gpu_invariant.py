@@ -13,7 +13,9 @@ import pytest
 from sgljax_engine import InvalidConfigError
 from sgljax_engine.attention.base import AttentionOptions, BlockTables, Prologue
 from sgljax_engine.attention.pallas import PallasAttention
+from sgljax_engine.builder.group import build_shapes
 from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.config import EngineConfig
 from sgljax_engine.kernels.gpu import invariant
 from sgljax_engine.kernels.gpu.invariant import linear, rms_norm, unembed
 from sgljax_engine.kernels.gpu.linear import Norm, linear_add, norm_gated, norm_linears
@@ -21,7 +23,6 @@ from sgljax_engine.kernels.gpu.paged_attention import invariant_tiling
 from sgljax_engine.layers import fused
 from sgljax_engine.layers import invariant as layers
 from sgljax_engine.layers.rope import rope_tables, rope_timescales
-from sgljax_engine.models.registry import get_model
 from sgljax_engine.runner.batches.page_ids import NO_SLOT
 from tests.engine.determinism_cases import MODEL, Way, make_engine, requests, run, using
 from tests.engine.exactness_checks import check_bits
@@ -172,16 +173,26 @@ def test_attention_of_others_is_not_invariant(monkeypatch):
     np.testing.assert_array_equal(few[1], many[1])
 
 
-def test_what_is_served():
-    def serves(model, dtype=jnp.bfloat16) -> bool:
-        specs = get_model(model.architecture).param_specs(model)
-        return layers.is_served(model, specs, jnp.dtype(dtype))
-
-    assert serves(SERVED)
-    assert not serves(SERVED, jnp.float16)
-    assert not serves(dataclasses.replace(SERVED, hidden_size=48))
-    assert not serves(TINY_MOE)
-    assert not serves(MIXED_HEADS)
+@pytest.mark.parametrize(
+    ("model", "options", "is_served"),
+    [
+        (SERVED, {}, True),
+        (SERVED, {"dtype": "float16"}, False),
+        (SERVED, {"quantization": "int8"}, False),
+        (SERVED, {"max_loras": 1}, False),
+        (dataclasses.replace(SERVED, hidden_size=48), {}, False),
+        (TINY_MOE, {}, False),
+        (MIXED_HEADS, {}, False),
+    ],
+)
+def test_what_is_served(monkeypatch, model, options, is_served):
+    """The others go through tiles."""
+    use_gpu_kernels(monkeypatch, fused.FusedProducts(interpret=True))
+    asked: dict[str, Any] = {"enable_deterministic_sampling": True, "dtype": "float32"} | OPTIONS | options
+    runner, _ = build_shapes(model, EngineConfig.from_options(asked), asked["dtype"], None)
+    context = runner._static.context
+    assert isinstance(context.kernels, layers.InvariantKernels) == is_served
+    assert (context.tile_widths == ()) == is_served
 
 
 class TestEngine:

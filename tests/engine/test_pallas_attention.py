@@ -166,7 +166,9 @@ class TestChoosingIt:
         for head_dim in HEAD_DIMS:
             found = pick_attention("auto", target_of("gpu"), (head_dim,))
             assert found == pick_attention("pallas", target_of("gpu"), (head_dim,))
-            assert (found.name, found.attend) == ("pallas", PallasAttention())
+            assert (found.name, found.attend) == ("pallas", PallasAttention(joins_blocks=False))
+            assert found.fused is not None
+            assert found.fused.attend == PallasAttention()
         assert pick_attention("auto", target_of("gpu"), (80,)).name == "xla"
 
     @pytest.mark.parametrize(

@@ -244,12 +244,12 @@ def _batch_invariant(
     """The context whose tokens have the same bits in any batch: by its kernels, else by tiles."""
     # Of devices that nobody has, nothing can be found out.
     are_here = all(isinstance(weight, jax.Array) for weight in weights.values())
-    if context.kernels.fused is not None and not context.lora_rank:
+    if context.kernels.fused is not None and _is_plain(context, weights):
         from sgljax_engine.layers.invariant import InvariantKernels, is_served
 
-        is_quantised = any(name.endswith(SCALE_SUFFIX) for name in weights)
-        specs = definition.param_specs(context.config)
-        if not is_quantised and is_served(context.config, specs, context.dtype):
+        specs = definition.param_specs(context.config).values()
+        sizes = [spec.shape for spec in specs if spec.kind.is_projection]
+        if is_served(sizes, context.dtype):
             context = context._replace(kernels=InvariantKernels.make())
             if are_here:
                 prepare, is_own_cpu = attention.prepare, placement.is_own_cpu
@@ -259,6 +259,16 @@ def _batch_invariant(
     if are_here:
         widths = agreeing_widths(definition, context, weights, placement.is_own_cpu)
     return context._replace(tile_widths=widths)
+
+
+def _is_plain(context: ModelContext, weights: Mapping[str, jax.Array]) -> bool:
+    """Whether batch-invariant kernels have all that the model does.
+
+    They lack experts, adapters, quantised weights, and keys that are values or another layer's.
+    """
+    model, is_quantised = context.config, any(name.endswith(SCALE_SUFFIX) for name in weights)
+    has_own_keys = not model.attention.kv_layers and model.attention.full_kv is None
+    return has_own_keys and model.moe is None and not context.lora_rank and not is_quantised
 
 
 def _partial_outputs(

@@ -6,7 +6,7 @@ Imported where such kernels may run: Pallas takes a tenth of a second to import.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,6 @@ from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.fused import FusedProducts
 from sgljax_engine.layers.kernels import Options, Weight, XlaKernels
 from sgljax_engine.layers.rope import rope_angles
-from sgljax_engine.model_config import ModelConfig
-from sgljax_engine.models.spec import ParamSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,17 +65,11 @@ class InvariantKernels(XlaKernels):
         del options
         with jax.ensure_compile_time_eval():  # the same bits in each program
             constants = np.array(timescales())  # a copy: the program keeps no device array
-        angles = rope_angles(positions, jnp.asarray(constants))
+        angles = rope_angles(positions, jnp.asarray(constants))[:, 0]
         sin, cos = invariant.sines(angles, interpret=self.interpret)
         return sin[:, None], cos[:, None]
 
 
-def is_served(model: ModelConfig, specs: Mapping[str, ParamSpec], dtype: jnp.dtype) -> bool:
-    """Whether the kernels take all of a model's weights, none of them quantised.
-
-    Not experts, nor layers that read the keys of others or make values of keys (Gemma 4).
-    """
-    attention = model.attention
-    is_plain = model.moe is None and not attention.kv_layers and attention.full_kv is None
-    sizes = [spec.shape for spec in specs.values() if spec.kind.is_projection]
-    return is_plain and dtype in fused.DTYPES and all(fused.is_size_served(*size) for size in sizes)
+def is_served(sizes: Iterable[Sequence[int]], dtype: jnp.dtype) -> bool:
+    """Whether the kernels take weights [in, out] of these sizes and this dtype, not quantised."""
+    return dtype in fused.DTYPES and all(fused.is_size_served(*size) for size in sizes)

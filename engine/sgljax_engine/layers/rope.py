@@ -50,13 +50,13 @@ def stretch_llama3(
 
 
 def rope_angles(positions_T: jax.Array, timescales: jax.Array) -> jax.Array:
-    """Rotary angles [T, head_dim // 2] float32."""
-    return positions_T.astype(jnp.float32)[:, None] / timescales[None, :]
+    """Rotary angles [T, 1, head_dim // 2] float32."""
+    return positions_T.astype(jnp.float32)[:, None, None] / timescales[None, None, :]
 
 
 def rope_tables(positions_T: jax.Array, timescales: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Sines and cosines [T, 1, head_dim // 2] float32 of the rotary angles."""
-    angles = rope_angles(positions_T, timescales)[:, None]
+    angles = rope_angles(positions_T, timescales)
     return jnp.sin(angles), jnp.cos(angles)
 
 

@@ -137,7 +137,7 @@ class _Probe:
         self._run = jax.jit(_few_layers, static_argnums=(0, 1, 2), compiler_options=options)
 
     def logits(self, order: np.ndarray, width: int | None = None) -> jax.Array:
-        """Of the tokens in this order, in tiles of a width or together."""
+        """The logits of the tokens in this order, in tiles of a width or together."""
         tiled = self._context._replace(tile_widths=() if width is None else (width,))
         ids, positions = self._ids[order], self._positions[order]
         num_tokens = np.int32(len(order))
