@@ -12,7 +12,8 @@ and branches too, and without any. `gpu_rungs.RUNGS` has them all.
 Each rung is checked before it is timed: greedy log-probs against those of XLA's code, as far as
 the tokens agree, and products against XLA's. One beyond its tolerance is reported as wrong and not
 timed. Results are written after each rung. Rungs with XLA flags of their own run in a process of
-their own; `--budget-s` ends the ladder, whatever runs. It runs with JAX 0.10 to 0.12.
+their own; `--rung-s` ends a rung, and `--budget-s` the ladder, whatever runs. It runs with JAX 0.10
+to 0.12.
 
 `--smoke` runs it in miniature on any device, kernels interpreted: to see that it works. JAX's
 products for Hopper GPUs cannot be interpreted; their rungs say that they did not run.
@@ -59,11 +60,17 @@ def run_here(names: Sequence[str], *, is_smoke: bool, reference: Path) -> None:
 
 
 def run_rungs(
-    names: Sequence[str], budget_s: float, *, is_smoke: bool, save: Callable[[Any], None]
+    names: Sequence[str],
+    budget_s: float,
+    rung_s: float,
+    *,
+    is_smoke: bool,
+    save: Callable[[Any], None],
 ) -> dict[str, dict[str, Any]]:
     """Runs rungs, neighbours with equal flags in one process, and saves after each.
 
-    A rung that takes its process with it is reported, and the next ones get another.
+    A rung that takes its process with it, or takes too long, is reported, and the next ones get
+    another.
     """
     found: dict[str, dict[str, Any]] = {}
     end = time.monotonic() + budget_s
@@ -73,11 +80,11 @@ def run_rungs(
             while left and time.monotonic() < end:
                 command = [sys.executable, __file__, "--reference", folder]
                 command += ["--here", *left, *(["--smoke"] if is_smoke else [])]
-                for one in _lines_of(command, flags, end):
+                for one in _lines_of(command, flags, end, rung_s):
                     found[left.pop(0)] = one
                     save(found)
                 if left and time.monotonic() < end:
-                    found[left.pop(0)] = {"error": "its process died"}
+                    found[left.pop(0)] = {"error": f"its process died, or it took {rung_s:g} s"}
                     save(found)
     for name in names:
         found.setdefault(name, {"error": f"left out, or cut off after {budget_s:g} s"})
@@ -85,21 +92,36 @@ def run_rungs(
     return found
 
 
-def _lines_of(command: Sequence[str], flags: str, end: float) -> Iterator[dict[str, Any]]:
-    """What `run_here` prints in a process with XLA flags of its own, killed when time is up."""
+def _lines_of(
+    command: Sequence[str], flags: str, end: float, rung_s: float
+) -> Iterator[dict[str, Any]]:
+    """What `run_here` prints in a process with XLA flags of its own.
+
+    It is killed when the ladder's time, or that of a line, is up.
+    """
+
+    def started_timer(process: subprocess.Popen[str]) -> threading.Timer:
+        timer = threading.Timer(max(min(end - time.monotonic(), rung_s), 0.0), process.kill)
+        timer.start()
+        return timer
+
     given = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
     with subprocess.Popen(
         command, env={**os.environ, "XLA_FLAGS": given}, stdout=subprocess.PIPE, text=True
     ) as process:
-        timer = threading.Timer(max(end - time.monotonic(), 0.0), process.kill)
-        timer.start()
+        timer = started_timer(process)
         assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith('{"rung"'):
-                one = json.loads(line)
-                del one["rung"]
-                yield one
-        timer.cancel()
+        try:
+            for line in process.stdout:
+                if line.startswith('{"rung"'):
+                    timer.cancel()
+                    one = json.loads(line)
+                    del one["rung"]
+                    yield one
+                    timer = started_timer(process)
+        finally:
+            timer.cancel()
+            process.kill()
 
 
 def report_lines(found: dict[str, dict[str, Any]]) -> list[str]:
@@ -137,6 +159,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--smoke", action="store_true", help="in miniature, on any device")
     parser.add_argument("--only", nargs="+", choices=RUNGS, default=list(RUNGS))
     parser.add_argument("--budget-s", type=float, default=450.0)
+    parser.add_argument("--rung-s", type=float, default=120.0, help="most seconds of a rung")
     parser.add_argument("--here", nargs="+", choices=RUNGS, help="in this process, as JSON")
     parser.add_argument("--reference", type=Path, help="for --here: folder of log-probs")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/gpu_ladder.md")
@@ -159,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         write_report(args.output, head + report_lines(found), environment, {"rungs": found})
 
-    run_rungs(args.only, args.budget_s, is_smoke=args.smoke, save=save)
+    run_rungs(args.only, args.budget_s, args.rung_s, is_smoke=args.smoke, save=save)
 
 
 if __name__ == "__main__":

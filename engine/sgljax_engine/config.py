@@ -196,7 +196,8 @@ class RuntimeConfig:
             portable one elsewhere. See docs/performance.md.
         linear_backend: Backend of all but attention (projections, norms, sampling): one of
             `LINEAR_BACKENDS`. "auto" picks "native" where it is available, and "xla" elsewhere.
-            "pallas", fused kernels for one GPU an engine, has not run on a GPU yet.
+            "pallas", for one GPU an engine, fuses them with one another and with attention; it has
+            not run on a GPU yet.
         quantization: "int8" stores projections and output tables as 8-bit numbers with one scale
             per output, computed at each weight sync. They take a quarter of float32's memory, and
             of its time where memory is the limit. The log-probs are those of the rounded model, see
@@ -205,7 +206,7 @@ class RuntimeConfig:
             batch-invariant: the same bits whatever else is in the batch, and however the request is
             batched, chunked, cached, paused or put to sleep. None, the default, does so where it is
             free: with "native" attention and projections. True does so everywhere, at a price;
-            `attention_backend` must then be "auto", "native" or "xla_rows". See
+            `attention_backend` must then be "auto", "native", "pallas" or "xla_rows". See
             docs/determinism.md.
         random_seed: Seed of random weights, and of the seeds drawn for requests without one. None
             takes the operating system's entropy for requests and 0 for weights.

@@ -103,7 +103,9 @@ def test_every_rung_runs(tmp_path, capsys):
     assert list(rungs) == list(gpu_ladder.RUNGS)
     assert not [one["error"] for one in rungs.values() if "error" in one]
     checked = {name: one for name, one in rungs.items() if "is_right" in one}
-    assert len(checked) == 12
+    assert list(checked) == [
+        name for name, rung in gpu_ladder.RUNGS.items() if rung.measure == "decode"
+    ]
     assert all(one["is_right"] and one["compared tokens"] > 0 for one in checked.values())
     # Each change computes in other steps: a switch that does nothing would not differ.
     changes = [one for name, one in checked.items() if gpu_ladder.RUNGS[name].fused]
@@ -125,8 +127,11 @@ def test_a_wrong_rung_is_not_timed_and_a_dead_one_costs_no_other(monkeypatch):
     answers = iter([[{"step, ms": 4.0, "tokens/s": 32e3, "largest difference": 0.0}], [], []])
     monkeypatch.setattr(gpu_ladder, "_lines_of", lambda *_: next(answers))
     saved = []
-    found = gpu_ladder.run_rungs(names, 60.0, is_smoke=True, save=saved.append)
-    assert [one.get("error") for one in found.values()] == [None, *["its process died"] * 2]
+    found = gpu_ladder.run_rungs(names, 60.0, 30.0, is_smoke=True, save=saved.append)
+    assert [one.get("error") for one in found.values()] == [
+        None,
+        *["its process died, or it took 30 s"] * 2,
+    ]
     assert len(saved) == 4
     found[names[1]] = {"is_right": False, "largest difference": 0.5}
     lines = gpu_ladder.report_lines(found)

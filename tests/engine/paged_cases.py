@@ -47,6 +47,10 @@ OPTIONS = {
 
 LENGTHS = (16, 17, 33, 290)
 
+needs_gpu = pytest.mark.skipif(
+    jax.default_backend() != "gpu", reason="the compiled kernel needs an NVIDIA GPU"
+)
+
 
 class RaggedCase(NamedTuple):
     """Blocks of queries at the ends of sequences of different lengths; the last one is unused.

@@ -74,6 +74,11 @@ class TestPick:
         reason = "it is for one device, the engine has 2"
         assert pick(mesh=mesh) == ("xla_tiles", "xla", {reason})
 
+    def test_kernels_of_gpus_are_refused(self):
+        message = "linear_backend 'pallas' cannot be had here: it is for GPUs"
+        with pytest.raises(InvalidConfigError, match=message):
+            pick(linear="pallas")
+
     def test_each_may_be_chosen(self):
         for attention in ("xla", "xla_tiles"):
             assert pick(attention=attention) == (attention, "native", set())

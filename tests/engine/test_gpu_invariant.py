@@ -29,7 +29,7 @@ from tests.engine.exactness_checks import check_bits
 from tests.engine.gpu_interpreted import INVARIANT, OPTIONS, use_gpu_kernels
 from tests.engine.models import MIXED_HEADS, TINY_MOE
 from tests.engine.paged_cases import OPTIONS as ATTENTION_OPTIONS
-from tests.engine.paged_cases import case_of, spread
+from tests.engine.paged_cases import case_of, needs_gpu, spread
 
 QUICK_COMPILE = "interpreted kernels of GPUs, which no user compiles for CPUs"
 
@@ -141,16 +141,21 @@ def test_heads(heads, has_norms, dtype):
 )
 def test_attention(shape, options, dtype, monkeypatch):
     """Values; and the bits of each query in a block of its own, in a batch of one."""
-    monkeypatch.setattr("sgljax_engine.kernels.gpu.paged_attention._INVARIANT_SPLIT_KEYS", 128)
+    check_attention(INVARIANT, shape, options, dtype, monkeypatch)
+
+
+def check_attention(attention, shape, options, dtype, monkeypatch) -> None:
+    module = "sgljax_engine.kernels.gpu.paged_attention"
+    monkeypatch.setattr(f"{module}._INVARIANT_SPLIT_KEYS", 128)
     case, wanted = case_of(shape, dtype), ATTENTION_OPTIONS[options]
     width = case.tables.page_table.shape[1]
     assert invariant_tiling(case.queries.shape, case.layer.k, width).splits >= 2
-    out = case.run(INVARIANT, wanted)
+    out = case.run(attention, wanted)
     case.check(out, wanted, atol=TOLERANCES[dtype])
 
     @jax.jit
     def attend(query, tables):
-        return INVARIANT(query, case.layer, tables, wanted)
+        return attention(query, case.layer, tables, wanted)
 
     for row, query in ((0, 0), (1, shape[3] - 1), (3, 0), (3, 2)):
         position = case.tables.positions[row, query]
@@ -159,6 +164,23 @@ def test_attention(shape, options, dtype, monkeypatch):
         )
         found = attend(jnp.asarray(case.queries[row, query], dtype)[None, None], alone)
         np.testing.assert_array_equal(np.asarray(found[0, 0], np.float32), out[row, query])
+    monkeypatch.setattr(f"{module}._MAX_SPLIT_BYTES", 1)  # one block after another
+    np.testing.assert_array_equal(case.run(attention, wanted), out)
+
+
+@pytest.mark.gpu
+@needs_gpu
+class TestOnHardware:
+    @pytest.mark.parametrize("options", list(ATTENTION_OPTIONS))
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+    def test_attention(self, options, dtype, monkeypatch):
+        attention = PallasAttention(is_invariant=True)
+        check_attention(attention, (16, 4, 2, 5, 64), options, dtype, monkeypatch)
+
+    def test_an_engine(self):
+        """Alone, in batches and scored, with the products of the GPU."""
+        options = {"attention_backend": "pallas", "linear_backend": "pallas"}
+        check_engine(options | {"dtype": "bfloat16", "enable_deterministic_sampling": True}, "off")
 
 
 def test_attention_of_others_is_not_invariant(monkeypatch):
@@ -188,46 +210,65 @@ def test_attention_of_others_is_not_invariant(monkeypatch):
 def test_what_is_served(monkeypatch, model, options, is_served):
     """The others go through tiles."""
     use_gpu_kernels(monkeypatch, fused.FusedProducts(interpret=True))
-    asked: dict[str, Any] = {"enable_deterministic_sampling": True, "dtype": "float32"} | OPTIONS | options
+    asked: dict[str, Any] = (
+        {"enable_deterministic_sampling": True, "dtype": "float32"} | OPTIONS | options
+    )
     runner, _ = build_shapes(model, EngineConfig.from_options(asked), asked["dtype"], None)
     context = runner._static.context
     assert isinstance(context.kernels, layers.InvariantKernels) == is_served
     assert (context.tile_widths == ()) == is_served
 
 
-class TestEngine:
-    ASKED = [
-        each._replace(
-            prompt=each.prompt[:40],
-            params=dataclasses.replace(each.params, max_new_tokens=12, min_new_tokens=0),
-        )
-        for each in requests(24, MODEL.vocab_size)
-        if not each.params.changes_logits
-    ][:8]
-    ALONE = {
-        "max_running_requests": 1,
-        "token_buckets": (64,),
-        "chunked_prefill_size": 64,
-        "decode_steps": 1,
-    } | OPTIONS
-    OTHERS = {
-        "batch_buckets": (5,),
-        "max_running_requests": 5,
-        "token_buckets": (128,),
-        "chunked_prefill_size": 20,
-        "decode_steps": 4,
-        "page_size": 4,
-        "num_kv_tokens": 256,
-    } | OPTIONS
+ASKED = [
+    each._replace(
+        prompt=each.prompt[:40],
+        params=dataclasses.replace(each.params, max_new_tokens=12, min_new_tokens=0),
+    )
+    for each in requests(24, MODEL.vocab_size)
+    if not each.params.changes_logits
+][:8]
+ALONE = {
+    "max_running_requests": 1,
+    "token_buckets": (64,),
+    "chunked_prefill_size": 64,
+    "decode_steps": 1,
+}
+OTHERS = {
+    "batch_buckets": (5,),
+    "max_running_requests": 5,
+    "token_buckets": (128,),
+    "chunked_prefill_size": 20,
+    "decode_steps": 4,
+    "page_size": 4,
+    "num_kv_tokens": 256,
+}
 
+
+def check_engine(options: dict[str, Any], speculation: str) -> None:
+    """The bits of requests alone; in batches, in chunks, with shared prefixes; and scored."""
+    with make_engine(ALONE | options, SERVED) as engine:
+        static = engine._group.loops[0]._core.runner._static
+        assert static.context.kernels == layers.InvariantKernels.make()
+        assert static.context.tile_widths == ()
+        expected = run(engine, ASKED, Way({}))
+    with make_engine(OTHERS | options | {"speculation": speculation}, SERVED) as engine:
+        check_bits(run(engine, ASKED, Way({})), expected)
+        texts = [[*asked.prompt, *bits.tokens] for asked, bits in zip(ASKED, expected, strict=True)]
+        starts = [len(asked.prompt) for asked in ASKED]
+        scores = engine.score(texts, start_lens=starts)
+    assert [each.tobytes() for each in scores] == [bits.logprobs for bits in expected]
+    assert len({bits.tokens for bits in expected}) > 5
+
+
+class TestEngine:
     @pytest.mark.slow
     def test_the_portable_code_agrees(self, monkeypatch):
         with using("portable"):
             with make_engine({"max_running_requests": 5, "page_size": 4}, SERVED) as engine:
-                portable = run(engine, self.ASKED, Way({}))
+                portable = run(engine, ASKED, Way({}))
             use_gpu_kernels(monkeypatch, fused.FusedProducts(interpret=True))
-            with make_engine(self.OTHERS, SERVED) as engine:
-                found = run(engine, self.ASKED, Way({}))
+            with make_engine(OTHERS | OPTIONS, SERVED) as engine:
+                found = run(engine, ASKED, Way({}))
         assert [bits.tokens for bits in found] == [bits.tokens for bits in portable]
 
     @pytest.mark.slow
@@ -236,21 +277,7 @@ class TestEngine:
         """Alone; in batches, in chunks, with shared prefixes and retracted; and scored."""
         use_gpu_kernels(monkeypatch, fused.FusedProducts(interpret=True))
         with using("portable"):
-            with make_engine(self.ALONE, SERVED) as engine:
-                static = engine._group.loops[0]._core.runner._static
-                assert static.context.kernels == layers.InvariantKernels.make()
-                assert static.context.tile_widths == ()
-                expected = run(engine, self.ASKED, Way({}))
-            with make_engine(self.OTHERS | {"speculation": speculation}, SERVED) as engine:
-                check_bits(run(engine, self.ASKED, Way({})), expected)
-                texts = [
-                    [*asked.prompt, *bits.tokens]
-                    for asked, bits in zip(self.ASKED, expected, strict=True)
-                ]
-                starts = [len(asked.prompt) for asked in self.ASKED]
-                scores = engine.score(texts, start_lens=starts)
-        assert [each.tobytes() for each in scores] == [bits.logprobs for bits in expected]
-        assert len({bits.tokens for bits in expected}) > 5
+            check_engine(OPTIONS, speculation)
 
     @pytest.mark.slow
     def test_kernels_that_are_not_invariant_are_found(self, monkeypatch):
@@ -263,4 +290,4 @@ class TestEngine:
         monkeypatch.setattr(invariant, "unembed", unembed)
         message = "bits of a token depend on what it is computed with, here 1 of 512"
         with using("portable"), pytest.raises(InvalidConfigError, match=message):
-            make_engine(self.ALONE, dataclasses.replace(SERVED, vocab_size=80))  # traced anew
+            make_engine(ALONE | OPTIONS, dataclasses.replace(SERVED, vocab_size=80))  # traced anew

@@ -31,7 +31,7 @@ from sgljax_engine.runner.batches.sampling import build_sampling_batch
 from sgljax_engine.runner.programs import forward
 from sgljax_engine.runner.programs.context import ProgramContext
 from tests.engine.models import TINY
-from tests.engine.paged_cases import OPTIONS, case_of, greedy_tokens, spread
+from tests.engine.paged_cases import OPTIONS, case_of, greedy_tokens, needs_gpu, spread
 
 QUICK_COMPILE = "interpreted kernels of GPUs, which no user compiles for CPUs"
 
@@ -53,11 +53,6 @@ def lowering_for_a_gpu() -> contextlib.AbstractContextManager[Any]:
     """Pallas asks for the kind of GPU from JAX 0.12 on."""
     axis = AxisType.Auto
     return use_abstract_mesh(AbstractMesh((1,), ("x",), (axis,), abstract_device=HOPPER))
-
-
-needs_gpu = pytest.mark.skipif(
-    jax.default_backend() != "gpu", reason="the compiled kernel needs an NVIDIA GPU"
-)
 
 
 @pytest.mark.parametrize(("shape", "options"), spread(list(SHAPES), list(OPTIONS)))

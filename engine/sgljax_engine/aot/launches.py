@@ -14,10 +14,10 @@ from collections.abc import Collection, Iterator
 
 from sgljax_engine.aot.hlo import Instruction, Module, called, operands
 
-OWN = re.compile(r'custom_call_target="[^"]*(?:__gpu\$|triton|mosaic)')
+OWN = re.compile(r'custom_call_target="[^"]*(?:triton|mosaic)')
 """Calls of kernels that XLA did not make."""
 
-_PRODUCT = re.compile(r'"kind":"__(?:triton_\w*gemm\w*|cublas\w*|cudnn\w*)"')
+_PRODUCT = re.compile(r'"kind":"__(?:triton_\w*gemm\w*|cublas[\w$]*|cudnn[\w$]*)"')
 _LIBRARY = re.compile(r'custom_call_target="__(?:cublas|cudnn)')
 _LAYER = re.compile(r'op_name="[^"]*/jit\(layer\)/')
 
@@ -51,7 +51,7 @@ class StepLaunches:
         fusions: All else that XLA compiles.
         copies: Copies.
         conditionals: Branches, whose kernels do not count: which are taken, only a run tells.
-        others: Exchanges between devices, inner loops, sorts, calls of the host.
+        others: Exchanges between devices, inner loops, which count once, sorts, calls of the host.
         per_layer: How many of all these belong to a layer of the model, on average.
         large_copies: Copies, transpositions and concatenations in memory of arrays as large as a
             layer's KV pages or a weight.

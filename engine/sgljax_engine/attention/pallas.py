@@ -16,11 +16,17 @@ from sgljax_engine.attention.base import (
     BlockTables,
     FusedAttention,
     Prologue,
+    map_tiles,
 )
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.kernels.gpu.decode_attention import HeadNorms, decode_attention
 from sgljax_engine.kernels.gpu.invariant import NewHeads, Slots, prepare_heads
-from sgljax_engine.kernels.gpu.paged_attention import HEAD_DIMS, Scores, paged_attention
+from sgljax_engine.kernels.gpu.paged_attention import (
+    HEAD_DIMS,
+    Scores,
+    most_invariant_blocks,
+    paged_attention,
+)
 from sgljax_engine.kernels.gpu.prefill_attention import fills_gpu, prefill_attention
 from sgljax_engine.layers.target import Target, kv_axes, require_backend
 
@@ -53,15 +59,14 @@ class PallasAttention:
                 return prefill_attention(
                     q, layer.k, layer.v, *tables, scores, interpret=self.interpret
                 )
-            return paged_attention(
-                q,
-                layer.k,
-                layer.v,
-                *tables,
-                Scores(*options),
-                is_invariant=self.is_invariant,
-                interpret=self.interpret,
-            )
+            attend = functools.partial(self._attend_to_pages, layer=layer, options=options)
+            if not self.is_invariant:
+                return attend((q, tables))
+            # Each split of a long context has outputs of its own, which prompts have many of.
+            most = most_invariant_blocks(q.shape, layer.k, tables.page_table.shape[1])
+            if q.shape[0] <= most:
+                return attend((q, tables))
+            return map_tiles(attend, (q, tables), q.shape[0], most)
 
         run: Callable[..., Any] = call
         if self.mesh is not None:
@@ -75,6 +80,20 @@ class PallasAttention:
                 check_vma=False,
             )
         return run(q_NQDh, layer, tables)
+
+    def _attend_to_pages(
+        self, args: tuple[jax.Array, BlockTables], layer: LayerKV, options: AttentionOptions
+    ) -> jax.Array:
+        q, tables = args
+        return paged_attention(
+            q,
+            layer.k,
+            layer.v,
+            *tables,
+            Scores(*options),
+            is_invariant=self.is_invariant,
+            interpret=self.interpret,
+        )
 
     def from_projections(
         self,

@@ -273,18 +273,19 @@ class _Layers(NamedTuple):
         return x * self.params["layer_scalar"] if self.traits.has_layer_scale else x, experts
 
     def project_out(self, x: jax.Array, out: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """The part of a layer after attention; also the experts of each token, as in `mlp`."""
+        """The part of a layer after attention; the experts [T, k] if the context returns them."""
         out = self.layout.materialize(self.layout.place(out))
         if not self.traits.has_post_norms:
             x = self.add_linear(x, "self_attn.o_proj", out)
             if self.context.config.moe is not None:
-                out, experts = self.mlp("mlp.", self.norm("post_attention_layernorm", x))
+                out, experts = self.experts("mlp.", self.norm("post_attention_layernorm", x))
                 return x + out, experts
             gated = self.norm_gated("post_attention_layernorm", "mlp.", x)
             return self.add_linear(x, "mlp.down_proj", gated), None
         out = self.linear("self_attn.o_proj", out)
         x = x + self.norm("post_attention_layernorm", out)
-        out, experts = self.mlp("mlp.", self.norm("pre_feedforward_layernorm", x))
+        gated = self.norm_gated("pre_feedforward_layernorm", "mlp.", x)
+        out, experts = self.linear("mlp.down_proj", gated), None
         if self.context.config.moe is not None:
             beside, experts = self.experts_beside(x)
             out = self.norm("post_feedforward_layernorm_1", out)
@@ -319,17 +320,14 @@ class _Layers(NamedTuple):
             v = self.norm(None, v)
         return rotate(q, "q_norm"), (rotate(k, "k_norm"), layout.tokens_first(v))
 
-    def mlp(self, prefix: str, h: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Its output, and if the context returns them the experts [T, k] of each token."""
-        moe = self.context.config.moe
-        if moe is not None and not moe.is_beside_mlp:
-            change = _adapter_change(self.params, self.context, f"{prefix}gate", h, self.adapters)
-            logits = router_logits(self.params[f"{prefix}gate.weight"], h, self.context, change)
-            activation = self.traits.activation
-            return self.returned(
-                mixture(self.params, self.context, prefix, h, logits, activation, self.is_used)
-            )
-        return self.linear(prefix + "down_proj", self.gated(prefix, h)), None
+    def experts(self, prefix: str, h: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """The output of experts in the MLP's place, and as of `project_out` those of each token."""
+        change = _adapter_change(self.params, self.context, f"{prefix}gate", h, self.adapters)
+        logits = router_logits(self.params[f"{prefix}gate.weight"], h, self.context, change)
+        activation = self.traits.activation
+        return self.returned(
+            mixture(self.params, self.context, prefix, h, logits, activation, self.is_used)
+        )
 
     def gated(self, prefix: str, h: jax.Array) -> jax.Array:
         gate, up = self.linear(prefix + "gate_proj", h), self.linear(prefix + "up_proj", h)

@@ -100,7 +100,7 @@ def place(
     problem = placement(rows[0], tensor).target.cpu_kernels_problem()
     if runtime.linear_backend == "native":
         require_backend(problem, "linear_backend 'native'")
-    if runtime.linear_backend != "xla" and problem is None:
+    if runtime.linear_backend in ("auto", "native") and problem is None:
         layout = Layout.PANELS
     engines = tuple(placement(row, tensor) for row in rows)
     if len(engines) == 1:

@@ -60,7 +60,8 @@ _TARGET_PROGRAMS = 1024
 """Programs that fill the GPU: about eight for each of an H200's 132 streaming multiprocessors."""
 
 _MIN_SPLIT_KEYS = 128
-_INVARIANT_SPLIT_KEYS, _INVARIANT_SPLITS = 1024, 8
+_INVARIANT_SPLIT_KEYS = 2048
+_MAX_SPLIT_BYTES = 256 << 20
 _MAX_SPLITS = 64
 LOG2_E = math.log2(math.e)
 
@@ -125,22 +126,31 @@ def choose_tiling(q_shape: tuple[int, ...], k: jax.Array, max_pages: int) -> Til
 
 
 def invariant_tiling(q_shape: tuple[int, ...], k: jax.Array, max_pages: int) -> Tiling:
-    """As `choose_tiling`, but a query has the same bits in any batch of the same `max_pages`.
+    """As `choose_tiling`, but a query has the same bits in any batch, and for any `max_pages`.
 
-    Rows are the fewest that tensor cores take, for any number of queries; splits begin at the same
-    keys for any number of blocks. A query adds exact zeros for keys that only others see.
+    Rows are the fewest that tensor cores take, for any number of queries; splits have the same keys
+    for any number of blocks. A query adds exact zeros for keys and splits that only others see.
     """
     _, num_queries, num_heads, head_dim = q_shape
     _, num_kv_heads, page_size, _ = k.shape
     num_rows = num_queries * (num_heads // num_kv_heads)
     alone = choose_tiling((1, 1, num_kv_heads, head_dim), k, max_pages)
-    split_keys = max(_INVARIANT_SPLIT_KEYS, pl.cdiv(max_pages * page_size, _INVARIANT_SPLITS))
-    split_steps = pl.cdiv(split_keys, alone.keys)
     return alone._replace(
         row_tiles=pl.cdiv(num_rows, alone.rows),
-        splits=pl.cdiv(max_pages * page_size, split_steps * alone.keys),
-        split_steps=split_steps,
+        splits=pl.cdiv(max_pages * page_size, _INVARIANT_SPLIT_KEYS),
+        split_steps=_INVARIANT_SPLIT_KEYS // alone.keys,
     )
+
+
+def most_invariant_blocks(q_shape: tuple[int, ...], k: jax.Array, max_pages: int) -> int:
+    """Blocks of queries [N, Q, num_heads, head_dim] whose splits' outputs take `_MAX_SPLIT_BYTES`.
+
+    At least one; all of them without splits, whose outputs are the results.
+    """
+    splits = invariant_tiling(q_shape, k, max_pages).splits
+    if splits == 1:
+        return q_shape[0]
+    return max(_MAX_SPLIT_BYTES // (4 * splits * math.prod(q_shape[1:])), 1)
 
 
 def _attend_to_split(

@@ -49,7 +49,8 @@ def score(
 ) -> ScoreOutput:
     """Log-probs of given tokens: log softmax(logits / temperature)[target] at each place.
 
-    Its time follows the tokens in the batch. With `tile_widths` it gives the bits of decoding.
+    Its time follows the tokens in the batch. With deterministic sampling it gives the bits of
+    decoding.
 
     Args:
         params: Physical weights.
