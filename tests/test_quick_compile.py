@@ -18,7 +18,14 @@ from tests.quick_compile import MARK
 
 TESTS = Path(__file__).parent
 
-INTERPRETED = {"test_pallas_attention.py", "test_tpu_attention.py"}
+INTERPRETED = {
+    "test_gpu_experts.py",
+    "test_gpu_invariant.py",
+    "test_gpu_products.py",
+    "test_pallas_attention.py",
+    "test_prefill_tiles.py",
+    "test_tpu_attention.py",
+}
 """They check kernels of GPUs and TPUs that a CPU interprets, which no user compiles."""
 
 _COMPARISONS = re.compile(
