@@ -120,8 +120,9 @@ Placement.is_own_cpu = property(lambda self: False)
 submeshes.default_layout = lambda platform: Layout.TOKENS_FIRST
 preview = preview_engine(model, mesh=mesh, config=engine)
 assert (preview.platform, preview.prefill_attention, preview.linear) == ("tpu", "tpu", "xla")
-# Simulated devices have no Mosaic: the programs are lowered with portable attention.
-engine = EngineConfig.from_options(options | {"attention_backend": "xla"})
+# Simulated devices have no Mosaic: the programs are lowered with portable code.
+portable = {"attention_backend": "xla", "linear_backend": "xla"}
+engine = EngineConfig.from_options(options | portable)
 assert preview.free_bytes is preview.problem is None
 
 group = submeshes.place(model, mesh, config.actor_model_config.dtype)
