@@ -80,21 +80,8 @@ def full_sizes() -> Sizes:
 
 def smoke_sizes() -> Sizes:
     """The same in miniature, for any device."""
-    kernels = KernelSizes(
-        matmul=64,
-        copy_bytes=1 << 16,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        batches=(2,),
-        contexts=(32, 64),
-        min_pool_bytes=1 << 12,
-        prefill_tokens=32,
-        blocks=(16,),
-        seconds=1e-3,
-    )
     return Sizes(
-        kernels=kernels,
+        kernels=KernelSizes.smoke(),
         engine=EngineSizes.smoke(),
         backends={"pallas": PallasAttention(interpret=True), "xla": PORTABLE["xla"]},
         engine_backends=("xla",),

@@ -55,6 +55,23 @@ class KernelSizes:
     blocks: tuple[int, ...] = (16, 32, 64, 128)
     seconds: float = 0.1
 
+    @classmethod
+    def smoke(cls) -> KernelSizes:
+        """The same in miniature, for any device."""
+        return cls(
+            matmul=64,
+            copy_bytes=1 << 16,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=16,
+            batches=(2,),
+            contexts=(32, 64),
+            min_pool_bytes=1 << 12,
+            prefill_tokens=32,
+            blocks=(16,),
+            seconds=1e-3,
+        )
+
 
 class Ceilings(NamedTuple):
     """What the GPU reached.

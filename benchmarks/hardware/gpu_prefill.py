@@ -35,17 +35,7 @@ def measure_prefill_kernels(*, is_smoke: bool) -> Iterator[tuple[str, float]]:
     """
     sizes = KernelSizes(blocks=(_BLOCK,), contexts=(2048, 8192))
     if is_smoke:
-        sizes = KernelSizes(
-            matmul=64,
-            copy_bytes=1 << 16,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=16,
-            contexts=(32,),
-            prefill_tokens=32,
-            blocks=(_BLOCK,),
-            seconds=1e-3,
-        )
+        sizes = KernelSizes.smoke()
     ceilings = measure_ceilings(sizes)
     without = _backend(paged_attention, None, interpret=is_smoke)
     backends = {"without tiles": without}

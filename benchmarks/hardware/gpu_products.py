@@ -13,6 +13,9 @@ import numpy as np
 
 from benchmarks.lib.turns import timed
 from sgljax_engine.kernels.gpu import linear
+from sgljax_engine.layers.basic import Layout, rms_norm
+from sgljax_engine.layers.basic import linear as xla_linear
+from sgljax_engine.layers.int8 import Int8Weight, int8_linear
 
 NUM_LAYERS = 8
 """Weights that take turns, so that no cache holds them: 151 MB of them in Qwen3-0.6B's shape."""
@@ -242,15 +245,14 @@ def _require_hopper() -> None:
 
 
 def _normed(x: jax.Array) -> jax.Array:
-    x32 = x.astype(jnp.float32)
-    squares = jnp.mean(x32 * x32, axis=-1, keepdims=True)
-    return (x32 * jax.lax.rsqrt(squares + NORM_EPS)).astype(x.dtype)
+    return rms_norm(x, None, NORM_EPS)
 
 
 def _product(x: jax.Array, weight: Any) -> jax.Array:
+    """As the engine has XLA compute it."""
     if isinstance(weight, linear.Scaled):
-        return x @ weight.values.astype(x.dtype) * weight.scale.astype(x.dtype)
-    return x @ weight
+        return int8_linear(x, Int8Weight(*weight), Layout.TOKENS_FIRST)
+    return xla_linear(x, weight, Layout.TOKENS_FIRST)
 
 
 def _gated_by_xla(x: jax.Array, gate: Any, up: Any) -> jax.Array:

@@ -21,7 +21,6 @@ from benchmarks.hardware.gpu_prefill import measure_prefill_kernels
 from benchmarks.lib.turns import timed
 from sgljax_engine import SamplingParams
 from sgljax_engine.attention import pallas
-from sgljax_engine.attention.base import AttentionBackend, FusedAttention
 from sgljax_engine.builder import parts
 from sgljax_engine.kernels.gpu import linear
 from sgljax_engine.layers.basic import Layout
@@ -147,18 +146,9 @@ def use(fused: FusedProducts | None, *, is_smoke: bool) -> str:
     parts.pick_kernels = lambda name, target: LinearBackend(name, kernels)
     if not is_smoke:
         return "pallas"
-    attention = pallas.PallasAttention(interpret=True)
-    ordered = pallas.PallasAttention(is_invariant=True, interpret=True)
-    interpreted = AttentionBackend(
-        "pallas",
-        attention,
-        ordered,
-        prepare=ordered.prepare,
-        fused=FusedAttention(attention, attention.from_projections),
-    )
     made = InvariantKernels.make(interpret=True)
     InvariantKernels.make = lambda *, interpret=True: made
-    pallas.gpu_backend = lambda target, head_dims: interpreted
+    pallas.gpu_backend = lambda target, head_dims: pallas.backend_of(target, interpret=True)
     submeshes.default_layout = lambda platform: Layout.TOKENS_FIRST  # as on GPUs
     return "pallas"
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from sgljax_engine.attention import pallas
-from sgljax_engine.attention.base import AttentionBackend, FusedAttention
+from sgljax_engine.attention.base import AttentionBackend
 from sgljax_engine.attention.pallas import PallasAttention
 from sgljax_engine.layers import fused, invariant, kernels
 from sgljax_engine.layers.basic import Layout
+from sgljax_engine.layers.target import Target
 from sgljax_engine.placement import submeshes
 
 ATTENTION = PallasAttention(interpret=True)
@@ -20,15 +21,9 @@ OPTIONS = {"attention_backend": "pallas", "linear_backend": "xla"}
 def use_gpu_kernels(patch: pytest.MonkeyPatch, products: fused.FusedProducts) -> None:
     """Has engines of this process use `products`, and attention, of GPUs."""
 
-    def backend(target: object, head_dims: object) -> AttentionBackend:
-        del target, head_dims
-        return AttentionBackend(
-            "pallas",
-            ATTENTION,
-            INVARIANT,
-            prepare=INVARIANT.prepare,
-            fused=FusedAttention(ATTENTION, ATTENTION.from_projections),
-        )
+    def backend(target: Target, head_dims: object) -> AttentionBackend:
+        del head_dims
+        return pallas.backend_of(target, interpret=True)
 
     def pick(name: str, target: object) -> kernels.LinearBackend:
         del name, target

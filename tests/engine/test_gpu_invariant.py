@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sgljax_engine import InvalidConfigError
-from sgljax_engine.attention.base import AttentionOptions, BlockTables, Prologue
+from sgljax_engine.attention.base import AttentionOptions, BlockTables, Projections, Prologue
 from sgljax_engine.attention.pallas import PallasAttention
 from sgljax_engine.builder.group import build_shapes
 from sgljax_engine.cache.kv_pages import LayerKV
@@ -112,8 +112,8 @@ def test_heads(heads, has_norms, dtype):
         a, b = np.split(x64, 2, axis=-1)
         return np.concatenate([a * c - b * s, b * c + a * s], axis=-1)
 
-    atol = TOLERANCES[dtype]
-    new_q, (new_k, new_v) = INVARIANT.prepare(q, k, v, prologue, None, None)
+    new, atol = Projections(q, k, v, prologue), TOLERANCES[dtype]
+    new_q, (new_k, new_v) = INVARIANT.prepare(new, None, None)
     np.testing.assert_allclose(exact(new_q), prepared(q, weights[0]), atol=atol)
     np.testing.assert_allclose(exact(new_k), prepared(k, weights[1]), atol=atol)
     np.testing.assert_array_equal(exact(new_v), exact(v))
@@ -121,7 +121,7 @@ def test_heads(heads, has_norms, dtype):
     pool = jnp.asarray(rng.normal(size=(3, heads[1], page_size, head_dim)), dtype)
     layer = LayerKV(pool, pool + 1)
     slots = jnp.array([7, NO_SLOT, 0, -3, 9], jnp.int32)
-    again, found = jax.jit(lambda layer: INVARIANT.prepare(q, k, v, prologue, layer, slots))(layer)
+    again, found = jax.jit(lambda layer: INVARIANT.prepare(new, layer, slots))(layer)
     np.testing.assert_array_equal(exact(again), exact(new_q))
     for pages, before, wanted in zip(found, layer, (new_k, new_v), strict=True):
         expected = np.array(exact(before))

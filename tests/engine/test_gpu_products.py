@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sgljax_engine.attention.base import Prologue
+from sgljax_engine.attention.base import Projections, Prologue
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.kernels.gpu.linear import (
     MAX_TOKENS,
@@ -147,9 +147,8 @@ def test_attention_of_projections(shape, options, has_norms, dtype):
 
     @jax.jit
     def attend(new, layer, tables):
-        return ATTENTION.from_projections(
-            new[0], new[1], new[2], prologue, layer, tables, OPTIONS[options]
-        )
+        projections = Projections(new[0], new[1], new[2], prologue)
+        return ATTENTION.from_projections(projections, layer, tables, OPTIONS[options])
 
     out, found = attend(new, layer, case.tables)
     case.check(np.asarray(out, np.float32)[:, None], OPTIONS[options], atol=2 * TOLERANCES[dtype])

@@ -113,7 +113,7 @@ class DecodeAttention(Protocol):
 class Prologue(NamedTuple):
     """What makes queries and keys of projections.
 
-    Shape: sin, cos: [B, 1, h // 2] float32, see `layers.rope`. q_norm, k_norm: [h], weights of the
+    Shape: sin, cos: [T, 1, h // 2] float32, see `layers.rope`. q_norm, k_norm: [h], weights of the
         norms of each head before the rotary embedding; None without.
 
     Attributes:
@@ -129,25 +129,37 @@ class Prologue(NamedTuple):
     offset: float = 0.0
 
 
+class Projections(NamedTuple):
+    """What attention is made of, as projections give it.
+
+    Shape: q: [T, num_heads, h]; k, v: [T, num_kv_heads, h].
+
+    Attributes:
+        prologue: What makes queries and keys of them.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    prologue: Prologue
+
+    def of_tokens(self, places: jax.Array) -> Projections:
+        """Those of the tokens at some places."""
+        q, k, v, prologue = self
+        q, k, v, sin, cos = (x[places] for x in (q, k, v, prologue.sin, prologue.cos))
+        return Projections(q, k, v, prologue._replace(sin=sin, cos=cos))
+
+
 class PrepareHeads(Protocol):
     """What makes queries and keys of projections, with the same bits in any batch."""
 
     def __call__(
-        self,
-        q_TDh: jax.Array,
-        k_TKh: jax.Array,
-        v_TKh: jax.Array,
-        prologue: Prologue,
-        layer: LayerKV | None,
-        slots: jax.Array | None,
+        self, new: Projections, layer: LayerKV | None, slots: jax.Array | None
     ) -> tuple[jax.Array, LayerKV]:
         """Prepares tokens.
 
         Args:
-            q_TDh: [T, num_heads, head_dim] projections.
-            k_TKh: [T, num_kv_heads, head_dim].
-            v_TKh: [T, num_kv_heads, head_dim].
-            prologue: With sines and cosines [T, 1, h // 2].
+            new: The tokens' projections.
             layer: The cache without these tokens; None to write none.
             slots: [T] int32, as for `WriteKV`; None without a cache.
 
@@ -162,16 +174,9 @@ class ProjectionAttention(Protocol):
     """Attention of one token per row from its projections on."""
 
     def __call__(
-        self,
-        q_BDh: jax.Array,
-        k_BKh: jax.Array,
-        v_BKh: jax.Array,
-        prologue: Prologue,
-        layer: LayerKV,
-        tables: BlockTables,
-        options: AttentionOptions,
+        self, new: Projections, layer: LayerKV, tables: BlockTables, options: AttentionOptions
     ) -> tuple[jax.Array, LayerKV]:
-        """As `DecodeAttention`, but queries and keys are projections, for the prologue."""
+        """As `DecodeAttention`, of projections."""
         ...
 
 

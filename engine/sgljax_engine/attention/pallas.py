@@ -15,12 +15,13 @@ from sgljax_engine.attention.base import (
     AttentionOptions,
     BlockTables,
     FusedAttention,
+    Projections,
     Prologue,
     map_tiles,
 )
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.kernels.gpu.decode_attention import HeadNorms, decode_attention
-from sgljax_engine.kernels.gpu.invariant import NewHeads, Slots, prepare_heads
+from sgljax_engine.kernels.gpu.invariant import Slots, prepare_heads
 from sgljax_engine.kernels.gpu.paged_attention import (
     HEAD_DIMS,
     Scores,
@@ -96,22 +97,12 @@ class PallasAttention:
         )
 
     def from_projections(
-        self,
-        q_BDh: jax.Array,
-        k_BKh: jax.Array,
-        v_BKh: jax.Array,
-        prologue: Prologue,
-        layer: LayerKV,
-        tables: BlockTables,
-        options: AttentionOptions,
+        self, new: Projections, layer: LayerKV, tables: BlockTables, options: AttentionOptions
     ) -> tuple[jax.Array, LayerKV]:
         """Implements `base.ProjectionAttention`, on one device."""
         out, (k, v) = decode_attention(
-            q_BDh,
-            k_BKh,
-            v_BKh,
-            (prologue.sin[:, 0], prologue.cos[:, 0]),
-            _norms(prologue),
+            *new[:3],
+            *_rope_and_norms(new.prologue),
             (layer.k, layer.v),
             tables.page_table,
             tables.kv_lens,
@@ -121,30 +112,22 @@ class PallasAttention:
         return out, LayerKV(k, v)
 
     def prepare(
-        self,
-        q_TDh: jax.Array,
-        k_TKh: jax.Array,
-        v_TKh: jax.Array,
-        prologue: Prologue,
-        layer: LayerKV | None,
-        slots: jax.Array | None,
+        self, new: Projections, layer: LayerKV | None, slots: jax.Array | None
     ) -> tuple[jax.Array, LayerKV]:
         """Implements `base.PrepareHeads`, on one device."""
         into = None if layer is None or slots is None else Slots(layer.k, layer.v, slots)
-        q, (k, v) = prepare_heads(
-            NewHeads(q_TDh, k_TKh, v_TKh),
-            (prologue.sin[:, 0], prologue.cos[:, 0]),
-            _norms(prologue),
-            into,
-            interpret=self.interpret,
-        )
+        rope, norms = _rope_and_norms(new.prologue)
+        q, (k, v) = prepare_heads(*new[:3], rope, norms, into, interpret=self.interpret)
         return q, LayerKV(k, v)
 
 
-def _norms(prologue: Prologue) -> HeadNorms | None:
-    if prologue.q_norm is None or prologue.k_norm is None:
-        return None
-    return HeadNorms(prologue.q_norm, prologue.k_norm, prologue.eps, prologue.offset)
+def _rope_and_norms(
+    prologue: Prologue,
+) -> tuple[tuple[jax.Array, jax.Array], HeadNorms | None]:
+    """A prologue as the kernels take it."""
+    sin, cos, q_norm, k_norm, eps, offset = prologue
+    norms = None if q_norm is None or k_norm is None else HeadNorms(q_norm, k_norm, eps, offset)
+    return (sin[:, 0], cos[:, 0]), norms
 
 
 def gpu_problem(target: Target, head_dims: Sequence[int]) -> str | None:
@@ -162,11 +145,16 @@ def gpu_backend(target: Target, head_dims: Sequence[int]) -> AttentionBackend:
         InvalidConfigError: when it is not available.
     """
     require_backend(gpu_problem(target, head_dims), "attention_backend 'pallas'")
-    attention = attention_for(target, joins_blocks=False)
-    invariant = attention_for(target, is_invariant=True)
+    return backend_of(target)
+
+
+def backend_of(target: Target, *, interpret: bool = False) -> AttentionBackend:
+    """The backend "pallas" on any devices; arguments as of `attention_for`."""
+    attention = attention_for(target, joins_blocks=False, interpret=interpret)
+    invariant = attention_for(target, is_invariant=True, interpret=interpret)
     if attention.mesh is not None:
         return AttentionBackend("pallas", attention, invariant)
-    joining = attention_for(target)
+    joining = attention_for(target, interpret=interpret)
     fused = FusedAttention(joining, joining.from_projections)
     return AttentionBackend("pallas", attention, invariant, prepare=invariant.prepare, fused=fused)
 

@@ -153,7 +153,7 @@ def _mix(
     group_sizes = jnp.sum(is_of, axis=0, dtype=jnp.int32)
 
     def multiply(weights: Weight, x: jax.Array) -> jax.Array:
-        return _ragged_linear(weights, x, group_sizes, options)
+        return options.kernels.ragged_linear(weights, x, group_sizes, options.computed)
 
     x = jnp.take(x_TD, order // num_chosen, axis=0, mode="clip")
     gate, up = multiply(experts.gate, x), multiply(experts.up, x)
@@ -163,20 +163,6 @@ def _mix(
     if here is not None:
         out = jnp.where(here[:, :, None], out, 0)  # it may be anything there
     return _sum_in_order([out[:, i] * routing.weights[:, i : i + 1] for i in range(num_chosen)])
-
-
-def _ragged_linear(
-    weights: Weight, x: jax.Array, group_sizes: jax.Array, options: MixOptions
-) -> jax.Array:
-    """`Kernels.ragged_linear`, by a kernel of its own where the backend fuses products."""
-    fused = options.kernels.fused
-    if fused is not None and not options.computed.is_batch_invariant:
-        # Imported here: Pallas takes a tenth of a second to import.
-        from sgljax_engine.kernels.gpu import ragged_linear as gpu
-
-        if isinstance(weights, jax.Array) and gpu.is_served(x, weights):
-            return gpu.ragged_linear(weights, x, group_sizes, interpret=fused.interpret)
-    return options.kernels.ragged_linear(weights, x, group_sizes, options.computed)
 
 
 def _sum_in_order(terms: list[jax.Array]) -> jax.Array:

@@ -11,7 +11,7 @@ from typing import TypeGuard
 
 import jax
 
-from sgljax_engine.kernels.gpu import linear
+from sgljax_engine.kernels.gpu import linear, ragged_linear
 from sgljax_engine.layers.int8 import Int8Weight
 from sgljax_engine.layers.target import Target
 
@@ -77,6 +77,14 @@ class FusedProducts:
         return linear.linear_add(
             x, _given(weight), residual, is_fixed=self.is_fixed, interpret=self.interpret
         )
+
+    def serves_experts(self, weights: jax.Array, x: jax.Array) -> bool:
+        """Whether `ragged_linear` takes these."""
+        return ragged_linear.is_served(x, weights)
+
+    def ragged_linear(self, weights: jax.Array, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        """`x[t] @ W[e]` for each token t of each expert e, see `Kernels`."""
+        return ragged_linear.ragged_linear(weights, x, group_sizes, interpret=self.interpret)
 
 
 def _given(weight: PlainWeight) -> linear.Weight:

@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from sgljax_engine.kernels.gpu import invariant
 from sgljax_engine.kernels.gpu import linear as fused
 from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.fused import FusedProducts
 from sgljax_engine.layers.kernels import Options, Weight, XlaKernels
-from sgljax_engine.layers.rope import rope_angles
+from sgljax_engine.layers.rope import constant_timescales, rope_angles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +62,8 @@ class InvariantKernels(XlaKernels):
     ) -> tuple[jax.Array, jax.Array]:
         """Sines and cosines of rotary angles."""
         del options
-        with jax.ensure_compile_time_eval():  # the same bits in each program
-            constants = np.array(timescales())  # a copy: the program keeps no device array
-        angles = rope_angles(positions, jnp.asarray(constants))[:, 0]
+        constants = jnp.asarray(constant_timescales(timescales))
+        angles = rope_angles(positions, constants)[:, 0]
         sin, cos = invariant.sines(angles, interpret=self.interpret)
         return sin[:, None], cos[:, None]
 

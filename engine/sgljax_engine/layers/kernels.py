@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from sgljax_engine.kernels.cpu.embed import embed as cpu_embed
@@ -40,7 +39,7 @@ from sgljax_engine.layers.int8 import (
     int8_unembed,
 )
 from sgljax_engine.layers.ragged import linear_in_blocks
-from sgljax_engine.layers.rope import apply_rope, rope_tables
+from sgljax_engine.layers.rope import apply_rope, constant_timescales, rope_tables
 from sgljax_engine.layers.target import Target, require_backend
 
 if TYPE_CHECKING:
@@ -270,8 +269,8 @@ class XlaKernels:
     ) -> jax.Array:
         """`x[t] @ W[e]` for each token t of each expert e.
 
-        For TPUs XLA has a kernel that reads each used weight once. For CPUs it would multiply all
-        tokens with all experts. Nothing promises the order of sums of either.
+        For TPUs XLA has a kernel that reads each used weight once. For CPUs and GPUs it would
+        multiply all tokens with all experts. Nothing promises the order of sums of either.
         """
         assert isinstance(weights, jax.Array)
         layout, is_batch_invariant = options
@@ -279,6 +278,8 @@ class XlaKernels:
             return linear_in_blocks(
                 weights, x, group_sizes, layout, is_batch_invariant=is_batch_invariant
             )
+        if self.fused is not None and self.fused.serves_experts(weights, x):
+            return self.fused.ragged_linear(weights, x, group_sizes)
         return lax.ragged_dot(x, weights, group_sizes)
 
 
@@ -353,9 +354,7 @@ class CpuKernels:
     ) -> tuple[jax.Array, jax.Array]:
         """Sines and cosines of rotary angles."""
         del options
-        with jax.ensure_compile_time_eval():  # the same bits in each program
-            constants = np.array(timescales())  # a copy: the program keeps no device array
-        return cpu_rope_tables(positions, constants)
+        return cpu_rope_tables(positions, constant_timescales(timescales))
 
     def rotate(
         self,

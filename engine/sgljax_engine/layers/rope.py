@@ -7,9 +7,11 @@ Shape legend of the suffixes: T tokens, N heads, H head dim.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
@@ -47,6 +49,12 @@ def stretch_llama3(
     kept = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
     kept = jnp.clip(kept, 0.0, 1.0)
     return timescales / (kept + (1 - kept) / factor)
+
+
+def constant_timescales(make: Callable[[], jax.Array]) -> np.ndarray:
+    """Timescales with the same bits in each program: computed now, and copied to the host."""
+    with jax.ensure_compile_time_eval():
+        return np.array(make())
 
 
 def rope_angles(positions_T: jax.Array, timescales: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.attention.base import AttentionOptions, Prologue
+from sgljax_engine.attention.base import AttentionOptions, Projections, Prologue
 from sgljax_engine.layers.basic import Layout, soft_cap
 from sgljax_engine.layers.rope import (
     keep_fastest,
@@ -217,8 +217,8 @@ class _Layers(NamedTuple):
         inner, tokens = self._replace(params=weights, kind=kind), self.tokens
         if isinstance(self.attend, ProjectionAttend) and inner.has_plain_heads:
             q, k, v = map(tokens.join, tokens.map(inner.projections, (x, adapters)))
-            prologue = inner.prologue(*map(tokens.join, rope))
-            out, kv = self.attend.from_projections(q, k, v, prologue, kv, kind.options)
+            new = Projections(q, k, v, inner.prologue(*map(tokens.join, rope)))
+            out, kv = self.attend.from_projections(new, kv, kind.options)
         else:
             q, new = tokens.map(inner.before_attention, (x, rope, adapters))
             q, new = jax.tree.map(tokens.join, (q, new))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.attention.base import AttentionOptions, Prologue
+from sgljax_engine.attention.base import AttentionOptions, Projections
 from sgljax_engine.cache.contiguous_kv import DecodeCache
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.layers.basic import Layout
@@ -40,10 +40,9 @@ put into `layer_kv`.
 
 
 AttendProjections = Callable[
-    [jax.Array, jax.Array, jax.Array, Prologue, LayerCache | None, AttentionOptions],
-    tuple[jax.Array, LayerCache],
+    [Projections, LayerCache | None, AttentionOptions], tuple[jax.Array, LayerCache]
 ]
-"""(q[T, N, H], k[T, K, H], v[T, K, H], prologue, layer_kv, options) -> as `Attend`."""
+"""(projections, layer_kv, options) -> as `Attend`."""
 
 
 class ProjectionAttend(NamedTuple):

@@ -18,26 +18,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from sgljax_engine.kernels.gpu.decode_attention import HeadNorms, rotated_heads
+from sgljax_engine.kernels.gpu.linear import Tile, dot, params_of, tile_rows
 
 _MAX_HEADS = 16
 """Heads in a program."""
 
 
-class Tile(NamedTuple):
-    """What a program of a product computes. Static; sizes are powers of two.
-
-    Attributes:
-        rows: Tokens.
-        outputs: Outputs; those beyond the last are not stored.
-        inputs: Inputs in a step of its loop; those beyond the last are 0.
-    """
-
-    rows: int
-    outputs: int
-    inputs: int
-
-
 _HALF, _FLOAT = Tile(64, 64, 64), Tile(32, 64, 32)
+"""Tiles of products; outputs and inputs beyond the last count as 0."""
 
 
 def linear(x: jax.Array, weight: jax.Array, *, interpret: bool = False) -> jax.Array:
@@ -69,7 +57,7 @@ def _product(
     (num_rows, num_inputs), num_outputs = x.shape, weight.shape[0 if is_table else 1]
 
     def kernel(x_ref: Any, weight_ref: Any, out_ref: Any) -> None:
-        row = pl.program_id(0) * tile.rows + jnp.arange(tile.rows, dtype=jnp.int32)
+        row = tile_rows(tile)
         column = pl.program_id(1) * tile.outputs + jnp.arange(tile.outputs, dtype=jnp.int32)
         is_row, is_column = (row < num_rows)[:, None], column < num_outputs
 
@@ -89,10 +77,7 @@ def _product(
                 found = plgpu.load(
                     weight_ref.at[at[:, None], column[None, :]], mask=mask, other=0.0
                 )
-            contract = (((1,), (0,)), ((), ()))
-            return total + lax.dot_general(
-                part, found, contract, preferred_element_type=jnp.float32
-            )
+            return total + dot(part, found)
 
         start = jnp.zeros((tile.rows, tile.outputs), jnp.float32)
         total = lax.fori_loop(0, pl.cdiv(num_inputs, tile.inputs), step, start)
@@ -103,7 +88,7 @@ def _product(
         kernel,
         grid=(pl.cdiv(num_rows, tile.rows), pl.cdiv(num_outputs, tile.outputs)),
         out_shape=jax.ShapeDtypeStruct((num_rows, num_outputs), dtype),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=4),
+        compiler_params=params_of(tile),
         interpret=interpret,
         name="unembed" if is_table else "linear",
     )(x, weight)
@@ -122,7 +107,7 @@ def rms_norm(
     A program reads a row twice, in steps.
     """
     size = x.shape[-1]
-    rows, step_size = x.reshape(-1, size), min(1 << (size - 1).bit_length(), 1024)
+    rows, step_size = x.reshape(-1, size), min(pl.next_power_of_2(size), 1024)
     steps = pl.cdiv(size, step_size)
 
     def kernel(*refs: Any) -> None:
@@ -192,14 +177,6 @@ def sines(angles: jax.Array, *, interpret: bool = False) -> tuple[jax.Array, jax
     return sin, cos
 
 
-class NewHeads(NamedTuple):
-    """Projections of tokens: q [T, num_heads, h]; k, v [T, num_kv_heads, h]."""
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-
-
 class Slots(NamedTuple):
     """Where keys and values go.
 
@@ -216,7 +193,9 @@ class Slots(NamedTuple):
 
 
 def prepare_heads(
-    new: NewHeads,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
     rope: tuple[jax.Array, jax.Array],
     norms: HeadNorms | None,
     into: Slots | None = None,
@@ -226,7 +205,9 @@ def prepare_heads(
     """Norms, if any, and the rotary embedding of queries and keys, in one kernel.
 
     Args:
-        new: The projections.
+        q: [T, num_heads, h] projections.
+        k: [T, num_kv_heads, h].
+        v: [T, num_kv_heads, h].
         rope: Sines and cosines [T, h // 2] float32 of the tokens' angles.
         norms: Norms before the rotary embedding.
         into: Pages to write keys and values to, in place.
@@ -235,12 +216,11 @@ def prepare_heads(
     Returns:
         Queries, and the pages; without `into`, keys and values.
     """
-    num_tokens, num_heads, head_dim = new.q.shape
-    num_kv_heads = new.k.shape[1]
+    (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
     q_rows, kv_rows = (min(pl.next_power_of_2(n), _MAX_HEADS) for n in (num_heads, num_kv_heads))
     q_tiles = pl.cdiv(num_heads, q_rows)
     eps, offset = (0.0, 0.0) if norms is None else (norms.eps, norms.offset)
-    args = [*new, *rope, *(() if into is None else into)]
+    args = [q, k, v, *rope, *(() if into is None else into)]
     num_before = len(args)
     args += [] if norms is None else [norms.q, norms.k]
 
@@ -281,7 +261,7 @@ def prepare_heads(
         grid=(num_tokens, q_tiles + pl.cdiv(num_kv_heads, kv_rows)),
         out_shape=tuple(
             jax.ShapeDtypeStruct(each.shape, each.dtype)
-            for each in (new.q, *(new[1:] if into is None else into[:2]))
+            for each in (q, *((k, v) if into is None else into[:2]))
         ),
         compiler_params=plgpu.CompilerParams(num_warps=4),
         input_output_aliases={} if into is None else {5: 1, 6: 2},

@@ -125,7 +125,7 @@ def _added_tile(x: jax.Array, weight: Weight) -> Tile:
 
 def _tile_for(x: jax.Array, weights: Sequence[Weight], tile: Tile, is_fixed: bool) -> Tile:
     """The tile, with parts of all weights' sizes; unless fixed, with no more rows than tokens."""
-    rows = 1 << max(x.shape[0] - 1, 0).bit_length()
+    rows = pl.next_power_of_2(x.shape[0])
     outputs = math.gcd(tile.outputs, *(weight.shape[1] for weight in weights))
     return tile._replace(
         rows=tile.rows if is_fixed else min(max(rows, _MIN_ROWS), tile.rows),
@@ -162,7 +162,7 @@ def norm_linears(
         starts.append(starts[-1] + weight.shape[1] // tile.outputs)
 
     def kernel(x_ref: Any, norm_ref: Any, *refs: Any) -> None:
-        index, row = pl.program_id(1), _rows(tile)
+        index, row = pl.program_id(1), tile_rows(tile)
         for i, (weight_ref, out_ref) in enumerate(
             zip(refs[: len(weights)], refs[len(weights) :], strict=True)
         ):
@@ -181,7 +181,7 @@ def norm_linears(
         out_shape=tuple(
             jax.ShapeDtypeStruct((x.shape[0], weight.shape[1]), x.dtype) for weight in weights
         ),
-        compiler_params=_params(tile),
+        compiler_params=params_of(tile),
         interpret=interpret,
         name="norm_linears",
     )(x, norm.weight, *weights)
@@ -214,7 +214,7 @@ def norm_gated(
     tile = _tile_for(x, (gate, up), tile or _normed_tile(x, is_fixed), is_fixed)
 
     def kernel(x_ref: Any, norm_ref: Any, gate_ref: Any, up_ref: Any, out_ref: Any) -> None:
-        row, column = _rows(tile), pl.program_id(1) * tile.outputs
+        row, column = tile_rows(tile), pl.program_id(1) * tile.outputs
         gates, ups = _normed_products(x_ref, norm_ref, norm, [gate_ref, up_ref], row, column, tile)
         _store(out_ref, activation(gates) * ups, row, column)
 
@@ -222,7 +222,7 @@ def norm_gated(
         kernel,
         grid=(pl.cdiv(x.shape[0], tile.rows), gate.shape[1] // tile.outputs),
         out_shape=jax.ShapeDtypeStruct((x.shape[0], gate.shape[1]), x.dtype),
-        compiler_params=_params(tile),
+        compiler_params=params_of(tile),
         interpret=interpret,
         name="norm_gated",
     )(x, norm.weight, gate, up)
@@ -250,14 +250,14 @@ def linear_add(
     tile = _tile_for(x, (weight,), tile or _added_tile(x, weight), is_fixed)
 
     def kernel(x_ref: Any, weight_ref: Any, residual_ref: Any, out_ref: Any) -> None:
-        row, column = _rows(tile), pl.program_id(1) * tile.outputs
+        row, column = tile_rows(tile), pl.program_id(1) * tile.outputs
         columns = column + jnp.arange(tile.outputs, dtype=jnp.int32)
         mask, factors = (row < x_ref.shape[0])[:, None], _load_factors(weight_ref, columns)
 
         def step(index: jax.Array, acc: jax.Array) -> jax.Array:
             inputs = index * tile.inputs + jnp.arange(tile.inputs, dtype=jnp.int32)
             part = plgpu.load(x_ref.at[row[:, None], inputs[None, :]], mask=mask, other=0.0)
-            return acc + _dot(part, _load_weight(weight_ref, inputs, columns, part.dtype))
+            return acc + dot(part, _load_weight(weight_ref, inputs, columns, part.dtype))
 
         start = jnp.zeros((tile.rows, tile.outputs), jnp.float32)
         product = lax.fori_loop(0, x_ref.shape[1] // tile.inputs, step, start)
@@ -269,7 +269,7 @@ def linear_add(
         kernel,
         grid=(pl.cdiv(x.shape[0], tile.rows), weight.shape[1] // tile.outputs),
         out_shape=jax.ShapeDtypeStruct((x.shape[0], weight.shape[1]), residual.dtype),
-        compiler_params=_params(tile),
+        compiler_params=params_of(tile),
         interpret=interpret,
         name="linear_add",
     )(x, weight, residual)
@@ -302,7 +302,7 @@ def _normed_products(
         factor = plgpu.load(norm_ref.at[inputs]).astype(jnp.float32) + norm.offset
         part = (x * factor[None, :]).astype(x_ref.dtype)
         sums = tuple(
-            total + _dot(part, _load_weight(ref, inputs, columns, part.dtype))
+            total + dot(part, _load_weight(ref, inputs, columns, part.dtype))
             for total, ref in zip(sums, weight_refs, strict=True)
         )
         return squares + jnp.sum(x * x, axis=1), sums
@@ -331,12 +331,12 @@ def _load_factors(ref: Any, columns: jax.Array) -> jax.Array | float:
     return plgpu.load(scale.at[columns])[None, :]
 
 
-def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+def dot(a: jax.Array, b: jax.Array) -> jax.Array:
     """In the precision that the process has chosen for float32, as XLA's products."""
     return lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _rows(tile: Tile) -> jax.Array:
+def tile_rows(tile: Tile) -> jax.Array:
     """The program's tokens."""
     return pl.program_id(0) * tile.rows + jnp.arange(tile.rows, dtype=jnp.int32)
 
@@ -347,5 +347,6 @@ def _store(out_ref: Any, values: jax.Array, row: jax.Array, column: Any) -> None
     plgpu.store(at, values.astype(out_ref.dtype), mask=(row < out_ref.shape[0])[:, None])
 
 
-def _params(tile: Tile) -> Any:
+def params_of(tile: Tile) -> Any:
+    """What the compiler is told of a tile."""
     return plgpu.CompilerParams(num_warps=tile.num_warps, num_stages=tile.num_stages)

@@ -19,8 +19,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from sgljax_engine.kernels.gpu.linear import is_size_served
+
 _MIN_ROWS, _MAX_ROWS = 16, 128
-_MIN_OUTPUTS, _MIN_INPUTS = 16, 32
 _WIDE_TILE = 64 * 64
 """Above this many results a program has 8 warps instead of 4."""
 
@@ -58,8 +59,7 @@ def is_served(x: jax.Array, weights: jax.Array) -> bool:
     return (
         x.dtype == weights.dtype
         and x.dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
-        and weights.shape[1] % _MIN_INPUTS == 0
-        and weights.shape[2] % _MIN_OUTPUTS == 0
+        and is_size_served(*weights.shape[1:])
     )
 
 
@@ -68,7 +68,7 @@ def choose_ragged_tile(x: jax.Array, weights: jax.Array) -> RaggedTile:
     num_experts, num_inputs, num_outputs = weights.shape
     mean = max(x.shape[0] // num_experts, 1)
     is_float = x.dtype.itemsize > 2
-    rows = min(max(1 << (mean - 1).bit_length(), _MIN_ROWS), 32 if is_float else _MAX_ROWS)
+    rows = min(max(pl.next_power_of_2(mean), _MIN_ROWS), 32 if is_float else _MAX_ROWS)
     outputs, inputs = (32, 32) if is_float else (64, 128) if rows <= 32 else (128, 64)
     return RaggedTile(rows, math.gcd(outputs, num_outputs), math.gcd(inputs, num_inputs))
 

@@ -27,16 +27,8 @@ from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.layers.basic import SMALL_BATCH
 from sgljax_engine.layers.tiles import tokens_in_tiles
 from sgljax_engine.model_config import ModelConfig
-from sgljax_engine.models.spec import (
-    Attend,
-    LayerCache,
-    ModelContext,
-    ModelDefinition,
-    NewKV,
-    Params,
-    ProjectionAttend,
-)
-from sgljax_engine.runner.programs.attend import prepared
+from sgljax_engine.models.spec import LayerCache, ModelContext, ModelDefinition, NewKV, Params
+from sgljax_engine.runner.programs.attend import own_attend
 from sgljax_engine.xla_options import compiler_options
 
 logger = logging.getLogger(__name__)
@@ -201,7 +193,7 @@ def _few_layers(
 ) -> jax.Array:
     """Logits [T, V] of a model of few layers in which each token sees only itself."""
 
-    def attend_own(
+    def attend(
         q: jax.Array, new: NewKV | None, layer: LayerCache | None, options: AttentionOptions
     ) -> tuple[jax.Array, LayerCache]:
         del options
@@ -213,9 +205,7 @@ def _few_layers(
         kind = jnp.arange(q.shape[-1], dtype=jnp.int32) % 3
         return jnp.where(kind == 0, q, jnp.where(kind == 1, k, v)), layer
 
-    attend: Attend = attend_own
-    if prepare is not None:
-        attend = ProjectionAttend(attend_own, prepared(prepare, attend_own))
     tokens = tokens_in_tiles(context.tile_widths, ids.shape[0], num_tokens)
-    logits, _ = model.token_logits(weights, context, ids, positions, attend, None, tokens)
+    own = own_attend(prepare, attend)
+    logits, _ = model.token_logits(weights, context, ids, positions, own, None, tokens)
     return logits

@@ -13,12 +13,12 @@ from sgljax_engine.attention.base import (
     DecodeAttention,
     PrefillAttention,
     PrepareHeads,
-    Prologue,
+    Projections,
 )
 from sgljax_engine.attention.contiguous import contiguous_attention
 from sgljax_engine.cache.contiguous_kv import DecodeCache, write_contiguous_kv
 from sgljax_engine.cache.kv_pages import LayerKV, write_kv
-from sgljax_engine.models.spec import Attend, AttendProjections, LayerCache, NewKV, ProjectionAttend
+from sgljax_engine.models.spec import Attend, LayerCache, NewKV, ProjectionAttend
 from sgljax_engine.runner.batches.page_ids import NO_SLOT
 from sgljax_engine.runner.programs.context import ProgramContext
 
@@ -99,35 +99,27 @@ def paged_attend(
         return attend
 
     def from_projections(
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        prologue: Prologue,
-        layer: LayerCache | None,
-        options: AttentionOptions,
+        new: Projections, layer: LayerCache | None, options: AttentionOptions
     ) -> tuple[jax.Array, LayerCache]:
         assert isinstance(layer, LayerKV)
-        q, layer = prepare(q, k, v, prologue, layer, pages.of(options).slots)
+        q, layer = prepare(new, layer, pages.of(options).slots)
         return attend(q, None, layer, options)
 
     return ProjectionAttend(attend, from_projections)
 
 
-def prepared(prepare: PrepareHeads, attend: Attend) -> AttendProjections:
-    """`attend` of projections without pages: the keys that are made of them are all there are."""
+def own_attend(prepare: PrepareHeads | None, attend: Attend) -> Attend:
+    """An `attend` without pages, whose new keys are all there are; of projections too."""
+    if prepare is None:
+        return attend
 
     def from_projections(
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        prologue: Prologue,
-        layer: LayerCache | None,
-        options: AttentionOptions,
+        new: Projections, layer: LayerCache | None, options: AttentionOptions
     ) -> tuple[jax.Array, LayerCache]:
-        q, new = prepare(q, k, v, prologue, None, None)
-        return attend(q, (new.k, new.v), layer, options)
+        q, (k, v) = prepare(new, None, None)
+        return attend(q, (k, v), layer, options)
 
-    return from_projections
+    return ProjectionAttend(attend, from_projections)
 
 
 def decode_attend(static: ProgramContext, pages: Pages) -> Attend:
@@ -139,16 +131,11 @@ def decode_attend(static: ProgramContext, pages: Pages) -> Attend:
         return attend
 
     def from_projections(
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        prologue: Prologue,
-        layer: LayerCache | None,
-        options: AttentionOptions,
+        new: Projections, layer: LayerCache | None, options: AttentionOptions
     ) -> tuple[jax.Array, LayerKV]:
         assert isinstance(layer, LayerKV)
         tables = pages.of(options).tables
-        return attend_to_projections(q, k, v, prologue, layer, tables, options)
+        return attend_to_projections(new, layer, tables, options)
 
     return ProjectionAttend(attend, from_projections)
 

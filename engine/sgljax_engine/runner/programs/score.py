@@ -10,15 +10,9 @@ import jax.numpy as jnp
 from sgljax_engine.attention.base import AttentionOptions, BlockTables
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.layers.tiles import tokens_in_tiles
-from sgljax_engine.models.spec import (
-    Attend,
-    LayerCache,
-    NewKV,
-    Params,
-    ProjectionAttend,
-)
+from sgljax_engine.models.spec import LayerCache, NewKV, Params
 from sgljax_engine.runner.batches.packing import ScoreBatch
-from sgljax_engine.runner.programs.attend import prepared
+from sgljax_engine.runner.programs.attend import own_attend
 from sgljax_engine.runner.programs.context import ProgramContext
 from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch
 from sgljax_engine.sampling.sampler import map_logprobs
@@ -70,17 +64,13 @@ def score(
     def in_blocks(x: jax.Array) -> jax.Array:
         return x.reshape(num_blocks, block, *x.shape[1:])
 
-    def attend_own(
+    def attend(
         q: jax.Array, new: NewKV | None, layer: LayerCache | None, options: AttentionOptions
     ) -> tuple[jax.Array, LayerCache]:
         if new is not None:
             layer = LayerKV(*(in_blocks(x).swapaxes(1, 2) for x in new))
         assert isinstance(layer, LayerKV)
         return static.attention(in_blocks(q), layer, tables, options).reshape(q.shape), layer
-
-    attend: Attend = attend_own
-    if static.prepare is not None:
-        attend = ProjectionAttend(attend_own, prepared(static.prepare, attend_own))
 
     widths, per_pass = static.context.tile_widths, static.prefill_pass
     num_used = jnp.sum(batch.seq_lens > 0, dtype=jnp.int32) * block
@@ -92,7 +82,7 @@ def score(
         static.context,
         batch.input_ids,
         batch.positions,
-        attend,
+        own_attend(static.prepare, attend),
         None,
         tokens,
         _repeated(adapter, num_tokens),

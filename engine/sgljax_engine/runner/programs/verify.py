@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sgljax_engine.attention.base import AttentionOptions, BlockTables, Prologue
+from sgljax_engine.attention.base import AttentionOptions, BlockTables, Projections
 from sgljax_engine.cache.kv_pages import KVPages, LayerKV
 from sgljax_engine.config import TOKEN_BLOCK
 from sgljax_engine.layers.tiles import Tokens, tokens_in_tiles
@@ -320,15 +320,9 @@ class _Run(NamedTuple):
         from_blocks = by_blocks.from_projections
 
         def from_projections(
-            q: jax.Array,
-            k: jax.Array,
-            v: jax.Array,
-            prologue: Prologue,
-            layer: LayerCache | None,
-            options: AttentionOptions,
+            new: Projections, layer: LayerCache | None, options: AttentionOptions
         ) -> tuple[jax.Array, LayerCache]:
-            q, k, v, sin, cos = (x[places] for x in (q, k, v, prologue.sin, prologue.cos))
-            out, layer = from_blocks(q, k, v, prologue._replace(sin=sin, cos=cos), layer, options)
+            out, layer = from_blocks(new.of_tokens(places), layer, options)
             return out[back], layer
 
         return ProjectionAttend(attend_blocks, from_projections), slots
