@@ -124,6 +124,7 @@ def make_rollout(
     rows: int,
     buckets: Sequence[int],
     deterministic: bool = False,
+    linear_backend: str = "auto",
 ) -> SglJaxRollout:
     """Our engine on that model's weights."""
     return create_sgljax_rollout(
@@ -134,6 +135,7 @@ def make_rollout(
         batch_buckets=tuple(buckets),
         num_kv_tokens=rows * (max_model_len + 16),
         attention_backend=backend,
+        linear_backend=linear_backend,
         enable_deterministic_sampling=deterministic,
         dtype="bfloat16",
     )

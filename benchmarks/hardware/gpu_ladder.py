@@ -4,7 +4,7 @@
 
 Rungs, in order of worth: which JAX runs, and one kernel; the engine with XLA's code around its
 attention kernel; attention from projections on, with norms, rotary embedding and cache write in its
-kernel; norms and gates in their products; residuals in theirs; an MLP alone, by tiles; the workload
+kernel; gates in their products; residuals in theirs; an MLP alone, by tiles; the workload
 of nano-vllm's bench.py; prefill; int8; dispatches of more steps; samples with top-p, which sort;
 cuBLAS and JAX's own products for Hopper GPUs in place of Triton's; XLA's command buffers over loops
 and branches too, and without any. `gpu_rungs.RUNGS` has them all.

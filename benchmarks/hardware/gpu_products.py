@@ -23,15 +23,15 @@ NUM_LAYERS = 8
 NORM_EPS = 1e-6
 
 GATED_TILES = (
-    linear.NORMED,
-    linear.NORMED_FEW,
+    linear.GATED,
+    linear.FEW_GATED,
     linear.Tile(64, 64, 64, 8),
     linear.Tile(128, 32, 64),
     linear.Tile(128, 64, 64, 8),
 )
 INT8_GATED_TILES = (
-    linear.NORMED,
-    linear.NORMED_FEW,
+    linear.GATED,
+    linear.FEW_GATED,
     linear.Tile(64, 64, 64, 8),
     linear.Tile(128, 64, 64, 8),
 )
@@ -91,7 +91,7 @@ def tiles(*, is_int8: bool, is_smoke: bool) -> list[Variant]:
     added = INT8_ADDED_TILES if is_int8 else ADDED_TILES
     return [
         *(
-            Variant(f"norm_gated {tuple(tile)}", functools.partial(_gated, tile=tile, **options))
+            Variant(f"gated {tuple(tile)}", functools.partial(_gated, tile=tile, **options))
             for tile in gated
         ),
         *(
@@ -265,5 +265,4 @@ def _added_by_xla(h: jax.Array, down: Any, x: jax.Array) -> jax.Array:
 
 
 def _gated(x: jax.Array, gate: Any, up: Any, **options: Any) -> jax.Array:
-    norm = linear.Norm(jnp.ones(x.shape[1]), NORM_EPS, 0.0)
-    return linear.norm_gated(x, norm, gate, up, jax.nn.silu, **options)
+    return linear.gated(_normed(x), gate, up, jax.nn.silu, **options)

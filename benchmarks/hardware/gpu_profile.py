@@ -1,9 +1,9 @@
-"""Where the time of a decode step goes on one GPU, with and without XLA's command buffers.
+"""Where the time of a decode step goes on one GPU, by products and XLA's command buffers.
 
     python benchmarks/hardware/gpu_profile.py
 
-Each variant of XLA's flags runs in a process of its own: the engine decodes on random weights of
-Qwen3-0.6B's shape in bfloat16, first timed, then traced by JAX's profiler. The report has the time
+Each variant runs in a process of its own: the engine decodes on random weights of Qwen3-0.6B's
+shape in bfloat16, first timed, then traced by JAX's profiler. The report has the time
 of a step, how long kernels ran in it, and the kernels that took the most time.
 
 `--smoke` runs one variant in miniature on any device.
@@ -21,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -32,12 +32,21 @@ from benchmarks.lib.turns import timed
 from sgljax_engine import SamplingParams
 from tunix_sgljax.bench.environment import describe_environment
 
+_ALL_BUFFERS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CONDITIONAL,WHILE"
+
+
+class Variant(NamedTuple):
+    """XLA's flags, and the engine's `linear_backend`."""
+
+    flags: str = ""
+    linear_backend: str = "xla"
+
+
 VARIANTS = {
-    "command buffers off": "--xla_gpu_enable_command_buffer=",
-    "XLA's default": "",
-    "loops and custom calls too": (
-        "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CONDITIONAL,WHILE"
-    ),
+    "command buffers off": Variant("--xla_gpu_enable_command_buffer="),
+    "XLA's default": Variant(),
+    "loops and custom calls too": Variant(f"--xla_gpu_enable_command_buffer={_ALL_BUFFERS}"),
+    "fused products": Variant(linear_backend="pallas"),
 }
 _NUM_KERNELS = 25
 
@@ -65,7 +74,7 @@ def _traced(run: Callable[[], None]) -> dict[str, list[float]]:
     return kernels
 
 
-def measure(sizes: EngineSizes, rows: int) -> dict[str, Any]:
+def measure(sizes: EngineSizes, rows: int, linear_backend: str) -> dict[str, Any]:
     """One variant, in this process."""
     rollout = make_rollout(
         make_model(sizes),
@@ -73,6 +82,7 @@ def measure(sizes: EngineSizes, rows: int) -> dict[str, Any]:
         max_model_len=sizes.context + sizes.num_steps + 1,
         rows=rows,
         buckets=(rows,),
+        linear_backend=linear_backend,
     )
     rng = np.random.default_rng(1)
 
@@ -108,8 +118,10 @@ def run_variants(rows: int, timeout_s: float, names: Sequence[str]) -> dict[str,
     """Each variant in a process of its own; what failed has its error."""
     found: dict[str, Any] = {}
     for name in names:
-        flags = f"{os.environ.get('XLA_FLAGS', '')} {VARIANTS[name]}".strip()
+        variant = VARIANTS[name]
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {variant.flags}".strip()
         command = [sys.executable, __file__, "--one", "--rows", str(rows)]
+        command += ["--linear-backend", variant.linear_backend]
         try:
             done = subprocess.run(
                 command,
@@ -131,7 +143,7 @@ def run_variants(rows: int, timeout_s: float, names: Sequence[str]) -> dict[str,
 def report_lines(found: dict[str, Any]) -> list[str]:
     """The tables of the report."""
     lines = [
-        "| XLA's command buffers | step, ms | kernels a step | their time, ms |",
+        "| variant | step, ms | kernels a step | their time, ms |",
         "|---|---:|---:|---:|",
     ]
     for name, one in found.items():
@@ -156,6 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="A decode step on one GPU, kernel by kernel.")
     parser.add_argument("--smoke", action="store_true", help="in miniature, on any device")
     parser.add_argument("--one", action="store_true", help="with this process's XLA flags, as JSON")
+    parser.add_argument("--linear-backend", default="xla", help="for --one and --smoke")
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--timeout-s", type=float, default=150.0)
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
@@ -163,7 +176,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.smoke or args.one:
         sizes = EngineSizes.smoke() if args.smoke else EngineSizes()
-        print(json.dumps(measure(sizes, 4 if args.smoke else args.rows)))
+        rows = 4 if args.smoke else args.rows
+        print(json.dumps(measure(sizes, rows, args.linear_backend)))
         return
     found = run_variants(args.rows, args.timeout_s, args.only)
     devices = {one["device"] for one in found.values() if "device" in one}

@@ -35,9 +35,11 @@ TOLERANCE = 0.15
 """Most that a log-prob of a greedy token may differ from XLA's code's, in bfloat16."""
 
 _ALL = FusedProducts()
+_ATTENTION = FusedProducts(joins=False, adds=False)
 
 CUBLAS = "--xla_gpu_enable_triton_gemm=false"
 ALL_BUFFERS = "--xla_gpu_enable_command_buffer=+CONDITIONAL,+WHILE"
+NO_BUFFERS = "--xla_gpu_enable_command_buffer="
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,7 @@ class Rung:
     """A variant of the engine, or a measurement of another kind.
 
     Attributes:
-        fused: Products with what is around them; None for XLA's code, and attention without
+        fused: Products with what is after them; None for XLA's code, and attention without
             prologue.
         flags: XLA's, beside those of the environment.
         steps: Decode steps of a dispatch; None for the engine's default.
@@ -69,10 +71,8 @@ BASE = "base: XLA around the attention kernel"
 RUNGS = {
     "JAX and a kernel": Rung(measure="jax"),
     BASE: Rung(fused=None),
-    "attention from projections on, logits in float32": Rung(
-        fused=FusedProducts(norms=False, adds=False)
-    ),
-    "norms and gates in products": Rung(fused=FusedProducts(adds=False)),
+    "attention from projections on, logits in float32": Rung(fused=_ATTENTION),
+    "products of one input, and gates, in one kernel": Rung(fused=FusedProducts(adds=False)),
     "residuals in products: all fused": Rung(),
     "an MLP alone, by tiles": Rung(measure="tiles"),
     "bench.py's workload": Rung(measure="bench"),
@@ -92,7 +92,10 @@ RUNGS = {
     "base, products by cuBLAS": Rung(fused=None, flags=CUBLAS),
     "all fused, logits by cuBLAS": Rung(flags=CUBLAS),
     "all fused, command buffers over loops and branches": Rung(flags=ALL_BUFFERS),
-    "all fused, no command buffers": Rung(flags="--xla_gpu_enable_command_buffer="),
+    "all fused, no command buffers": Rung(flags=NO_BUFFERS),
+    "base, no command buffers": Rung(fused=None, flags=NO_BUFFERS),
+    "attention from projections on, no command buffers": Rung(fused=_ATTENTION, flags=NO_BUFFERS),
+    "bench.py's workload, attention from projections on": Rung(fused=_ATTENTION, measure="bench"),
     "deterministic: XLA in tiles": Rung(fused=None, is_deterministic=True),
 }
 

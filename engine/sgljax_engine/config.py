@@ -195,9 +195,9 @@ class RuntimeConfig:
             available, on one x86-64 CPU, "tpu" on TPUs, "pallas" on NVIDIA GPUs, and a
             portable one elsewhere. See docs/performance.md.
         linear_backend: Backend of all but attention (projections, norms, sampling): one of
-            `LINEAR_BACKENDS`. "auto" picks "native" where it is available, and "xla" elsewhere.
-            "pallas", for one GPU an engine, fuses them with one another and with attention; it has
-            not run on a GPU yet.
+            `LINEAR_BACKENDS`. "auto" picks "native" where it is available, "pallas" for
+            one Hopper GPU an engine, and "xla" elsewhere. "pallas" fuses them with one another and
+            with attention.
         quantization: "int8" stores projections and output tables as 8-bit numbers with one scale
             per output, computed at each weight sync. They take a quarter of float32's memory, and
             of its time where memory is the limit. The log-probs are those of the rounded model, see

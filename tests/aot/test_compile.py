@@ -176,7 +176,7 @@ def test_programs_of_a_gpu(num_gpus):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_gpus", [1, 2])
 def test_attention_of_a_gpu_is_a_kernel(num_gpus):
-    found = compile_for(f"h100:{num_gpus}", (1, num_gpus))
+    found = compile_for(f"h100:{num_gpus}", (1, num_gpus), linear_backend="xla")
     decode, prefill, _ = found["programs"]
     for program, num_loops in ((decode, 1), (prefill, 0)):
         (kernel,) = program["kernels"]
@@ -190,33 +190,31 @@ def test_attention_of_a_gpu_is_a_kernel(num_gpus):
 @pytest.mark.parametrize(
     ("dtype", "quantization"), [("bfloat16", None), ("float32", None), ("bfloat16", "int8")]
 )
-def test_a_layer_of_a_decode_step_is_five_kernels(dtype, quantization):
-    """Norm and q, k, v; attention; its output; norm, gate and up; down.
+def test_a_layer_of_a_decode_step_is_seven_kernels(dtype, quantization):
+    """Norm; q, k, v; attention; its output; norm; gate and up; down. Norms are XLA's.
 
     XLA combines the splits of so few rows' contexts, and needs 14 kernels or more for all else.
     """
     options = {"dtype": dtype, "quantization": quantization}
-    fused = compile_for("h100:1", (1, 1), **options, linear_backend="pallas")["programs"][0]
-    assert (fused["name"], fused["launches"]["per_layer"]) == ("decode", 5 + 1)
+    fused = compile_for("h100:1", (1, 1), **options)["programs"][0]
+    assert (fused["name"], fused["launches"]["per_layer"]) == ("decode", 7 + 1)
     assert fused["launches"]["own"] == 5 * TWO_LAYERS.num_layers
     assert fused["launches"]["large_copies"] == fused["launches"]["copies"] == 0
     kv = KV_TOKENS * 2 * 2 * 4 * 128 * (2 if dtype == "bfloat16" else 4)
     assert fused["memory"]["alias_bytes"] == kv
-    xla = compile_for("h100:1", (1, 1), **options)["programs"][0]
+    xla = compile_for("h100:1", (1, 1), **options, linear_backend="xla")["programs"][0]
     assert xla["launches"]["own"] == TWO_LAYERS.num_layers
-    assert xla["launches"]["total"] >= fused["launches"]["total"] + 8 * TWO_LAYERS.num_layers
+    assert xla["launches"]["total"] >= fused["launches"]["total"] + 6 * TWO_LAYERS.num_layers
 
 
 @needs_cuda_plugin
 @pytest.mark.slow
-def test_a_layer_of_a_deterministic_step_is_six_kernels():
+def test_a_layer_of_a_deterministic_step_is_eight_kernels():
     """Queries, keys and cache are a kernel of their own, which prefill has too."""
-    found = compile_for(
-        "h100:1", (1, 1), linear_backend="pallas", enable_deterministic_sampling=True
-    )
+    found = compile_for("h100:1", (1, 1), enable_deterministic_sampling=True)
     decode, prefill, _ = found["programs"]
-    assert decode["launches"]["per_layer"] == 6
-    assert prefill["launches"]["per_layer"] == (6 + 2) / 2  # the last one only writes keys
+    assert decode["launches"]["per_layer"] == 8
+    assert prefill["launches"]["per_layer"] == (8 + 3) / 2  # the last one only writes keys
     for program in (decode, prefill):
         assert program["launches"]["large_copies"] == program["launches"]["products"] == 0
-    assert decode["launches"]["own"] == 6 * TWO_LAYERS.num_layers + 3  # sines, norm, logits
+    assert decode["launches"]["own"] == 8 * TWO_LAYERS.num_layers + 3  # sines, norm, logits

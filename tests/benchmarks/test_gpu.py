@@ -82,7 +82,7 @@ def test_it_is_refused_without_a_gpu(capsys):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
 def test_a_decode_step_is_profiled():
-    found = gpu_profile.measure(gpu.EngineSizes.smoke(), rows=4)
+    found = gpu_profile.measure(gpu.EngineSizes.smoke(), rows=4, linear_backend="xla")
     assert found["rows"] == 4
     assert found["kernels_per_step"] == 0  # no GPU
 

@@ -124,6 +124,21 @@ def test_accelerators_have_portable_code(platform):
     assert pick_kernels("xla", target).kernels == XlaKernels()
 
 
+@pytest.mark.parametrize(
+    ("compute_capability", "num_shards", "name"),
+    [("9.0", 1, "pallas"), ("9.0", 2, "xla"), ("8.0", 1, "xla"), ("12.0", 1, "xla")],
+)
+def test_products_of_gpus(compute_capability, num_shards, name):
+    """The kernels' tiles were measured on Hopper; they may not fit into other GPUs."""
+    target = placement().target._replace(
+        platform="gpu",
+        is_own_cpu=False,
+        num_tensor_shards=num_shards,
+        compute_capability=compute_capability,
+    )
+    assert pick_kernels("auto", target).name == name
+
+
 def test_names_of_backends():
     assert tuple(BACKENDS) == ATTENTION_BACKENDS
     assert set(BACKENDS) == {"auto", "native", "pallas", "tpu", "xla_rows", *PORTABLE}

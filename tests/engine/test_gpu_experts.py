@@ -19,7 +19,7 @@ from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.experts import Experts, MixOptions, mix, route
 from sgljax_engine.layers.fused import FusedProducts
 from sgljax_engine.layers.kernels import Options, XlaKernels
-from tests.engine.test_pallas_attention import lowering_for_a_gpu
+from tests.engine.test_pallas_attention import lowering_for_a_gpu, needs_gpu
 
 QUICK_COMPILE = "interpreted kernels of GPUs, which no user compiles for CPUs"
 
@@ -38,6 +38,19 @@ def exact(x) -> np.ndarray:
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_products_of_each_expert(sizes, dtype):
+    check_products(sizes, dtype, interpret=True)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_products_on_hardware(sizes, dtype):
+    with jax.default_matmul_precision("highest"):
+        check_products(sizes, dtype, interpret=False)
+
+
+def check_products(sizes, dtype, *, interpret) -> None:
     """Tokens behind the last expert's are NaN: reading them for another would show."""
     rng, num_tokens = np.random.default_rng(0), sum(sizes)
     drawn = rng.normal(size=(num_tokens + 5, 96))
@@ -45,7 +58,7 @@ def test_products_of_each_expert(sizes, dtype):
     x = jnp.asarray(drawn, dtype)
     weights = jnp.asarray(rng.normal(size=(len(sizes), 96, 48)) / 10, dtype)
     assert is_served(x, weights)
-    run = jax.jit(functools.partial(ragged_linear, interpret=True))
+    run = jax.jit(functools.partial(ragged_linear, interpret=interpret))
     out = exact(run(weights, x, jnp.asarray(sizes, jnp.int32)))[:num_tokens]
     experts = np.repeat(np.arange(len(sizes)), sizes)
     expected = np.einsum("td,tdn->tn", exact(x)[:num_tokens], exact(weights)[experts])

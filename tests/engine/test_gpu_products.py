@@ -11,18 +11,18 @@ from sgljax_engine.attention.base import Projections, Prologue
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.kernels.gpu.linear import (
     MAX_TOKENS,
-    Norm,
     Scaled,
+    gated,
     is_served,
     linear_add,
-    norm_gated,
-    norm_linears,
+    linears,
 )
 from sgljax_engine.layers import fused
 from sgljax_engine.layers.rope import rope_tables, rope_timescales
 from tests.engine.gpu_interpreted import ATTENTION, use_gpu_kernels
 from tests.engine.gpu_interpreted import OPTIONS as GPU
 from tests.engine.paged_cases import OPTIONS, RaggedCase, case_of, greedy_tokens, spread
+from tests.engine.test_pallas_attention import needs_gpu
 
 QUICK_COMPILE = "interpreted kernels of GPUs, which no user compiles for CPUs"
 
@@ -54,7 +54,11 @@ def normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     ("num_tokens", "dtype"), spread([1, 20, MAX_TOKENS - 1], [jnp.float32, jnp.bfloat16])
 )
 def test_products(num_tokens, dtype, is_int8):
-    rng, eps, offset = np.random.default_rng(0), 1e-5, 1.0
+    check_products(num_tokens, dtype, is_int8, interpret=True)
+
+
+def check_products(num_tokens, dtype, is_int8, *, interpret) -> None:
+    rng = np.random.default_rng(0)
 
     def draw(*shape: int, scale: float = 1.0) -> jax.Array:
         return jnp.asarray(scale * rng.normal(size=shape), dtype)
@@ -69,19 +73,29 @@ def test_products(num_tokens, dtype, is_int8):
             )
             for weight in weights
         ]
-    norm = Norm(jnp.asarray(0.1 * rng.normal(size=256), jnp.float32), eps, offset)
     assert is_served(x, weights)
-    h = normed(exact(x), exact(norm.weight) + offset, eps)
-    for out, weight in zip(norm_linears(x, norm, weights, interpret=True), weights, strict=True):
-        np.testing.assert_allclose(exact(out), h @ exact_weight(weight), atol=2 * TOLERANCES[dtype])
-    gate, up = (h @ exact_weight(weight) for weight in weights[1:])
-    gated = norm_gated(x, norm, weights[1], weights[2], jax.nn.silu, interpret=True)
+    outs = linears(x, weights, interpret=interpret)
+    for out, weight in zip(outs, weights, strict=True):
+        expected = exact(x) @ exact_weight(weight)
+        np.testing.assert_allclose(exact(out), expected, atol=3 * TOLERANCES[dtype])
+    gate, up = (exact(x) @ exact_weight(weight) for weight in weights[1:])
+    found = gated(x, weights[1], weights[2], jax.nn.silu, interpret=interpret)
     np.testing.assert_allclose(
-        exact(gated), gate / (1 + np.exp(-gate)) * up, atol=2 * TOLERANCES[dtype]
+        exact(found), gate / (1 + np.exp(-gate)) * up, atol=6 * TOLERANCES[dtype]
     )
-    added = linear_add(x, weights[0], residual, interpret=True)
+    added = linear_add(x, weights[0], residual, interpret=interpret)
     expected = exact(residual) + exact(x) @ exact_weight(weights[0])
     np.testing.assert_allclose(exact(added), expected, atol=3 * TOLERANCES[dtype])
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("is_int8", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("num_tokens", [1, 20, 100, MAX_TOKENS - 1])
+def test_products_on_hardware(num_tokens, dtype, is_int8):
+    with jax.default_matmul_precision("highest"):
+        check_products(num_tokens, dtype, is_int8, interpret=False)
 
 
 def test_what_is_not_served():

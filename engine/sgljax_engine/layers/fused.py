@@ -1,4 +1,4 @@
-"""Products of few tokens on GPUs with the norms, gates and residuals around them in one kernel.
+"""Products of few tokens on GPUs with gates and residuals in one kernel.
 
 Imported where such kernels may run: Pallas takes a tenth of a second to import.
 """
@@ -24,7 +24,7 @@ class FusedProducts:
     """The kernels of `kernels.gpu.linear`. Static and hashable; activations tokens first.
 
     Attributes:
-        norms: Whether norms and gates are in the kernels of their products; if not, they are
+        joins: Whether products of one input are one kernel, with their gate; if not, they are
             XLA's.
         adds: Whether products are added to the residual in their kernel; if not, XLA adds them.
         is_fixed: Whether a token has the same bits whatever it is computed with. Then they take any
@@ -32,7 +32,7 @@ class FusedProducts:
         interpret: Run kernels as plain JAX operations on any device. Slow; for tests.
     """
 
-    norms: bool = True
+    joins: bool = True
     adds: bool = True
     is_fixed: bool = False
     interpret: bool = False
@@ -44,32 +44,21 @@ class FusedProducts:
         plain = [weight for weight in weights if isinstance(weight, PlainWeight)]
         return len(plain) == len(weights) and linear.is_served(x, [*map(_given, plain)])
 
-    def norm_linears(
-        self,
-        x: jax.Array,
-        norm: jax.Array,
-        eps: float,
-        offset: float,
-        weights: Sequence[PlainWeight],
-    ) -> tuple[jax.Array, ...]:
-        """`rms_norm(x) @ W` of each weight; arguments as of `basic.rms_norm`."""
-        made = linear.Norm(norm, eps, offset)
+    def linears(self, x: jax.Array, weights: Sequence[PlainWeight]) -> tuple[jax.Array, ...]:
+        """`x @ W` of each weight."""
         given = [_given(weight) for weight in weights]
-        return linear.norm_linears(x, made, given, is_fixed=self.is_fixed, interpret=self.interpret)
+        return linear.linears(x, given, is_fixed=self.is_fixed, interpret=self.interpret)
 
-    def norm_gated(
+    def gated(
         self,
         x: jax.Array,
-        norm: jax.Array,
-        eps: float,
-        offset: float,
         weights: Sequence[PlainWeight],
         activation: Callable[[jax.Array], jax.Array],
     ) -> jax.Array:
-        """`activation(rms_norm(x) @ gate) * (rms_norm(x) @ up)`, of these two weights."""
-        (gate, up), made = map(_given, weights), linear.Norm(norm, eps, offset)
-        return linear.norm_gated(
-            x, made, gate, up, activation, is_fixed=self.is_fixed, interpret=self.interpret
+        """`activation(x @ gate) * (x @ up)`, of these two weights."""
+        gate, up = map(_given, weights)
+        return linear.gated(
+            x, gate, up, activation, is_fixed=self.is_fixed, interpret=self.interpret
         )
 
     def linear_add(self, x: jax.Array, weight: PlainWeight, residual: jax.Array) -> jax.Array:
@@ -92,6 +81,11 @@ def _given(weight: PlainWeight) -> linear.Weight:
     if isinstance(weight, Int8Weight):
         return linear.Scaled(weight.values, weight.scale)
     return weight
+
+
+HOPPER = "9.0"
+"""Compute capability of the GPUs on which the kernels were measured. On others their tiles may need
+more shared memory than there is."""
 
 
 def fused_problem(target: Target) -> str | None:

@@ -391,7 +391,7 @@ class LinearBackend(NamedTuple):
 
 
 def pick_kernels(name: str, target: Target) -> LinearBackend:
-    """The backend of that name; "auto" picks "native" where available.
+    """The backend of that name; "auto" picks "native", or "pallas" on one Hopper GPU.
 
     Args:
         name: One of `config.LINEAR_BACKENDS`.
@@ -405,11 +405,14 @@ def pick_kernels(name: str, target: Target) -> LinearBackend:
         require_backend(problem, "linear_backend 'native'")
     if problem is None and target.layout is Layout.PANELS:
         return LinearBackend("native", CpuKernels())
-    if name == "pallas":
-        from sgljax_engine.layers.fused import FusedProducts, fused_problem
+    if name == "pallas" or (name == "auto" and target.platform == "gpu"):
+        from sgljax_engine.layers.fused import HOPPER, FusedProducts, fused_problem
 
-        require_backend(fused_problem(target), "linear_backend 'pallas'")
-        return LinearBackend("pallas", XlaKernels(fused=FusedProducts()))
+        fused = fused_problem(target)
+        if name == "pallas":
+            require_backend(fused, "linear_backend 'pallas'")
+        if name == "pallas" or (fused is None and target.compute_capability == HOPPER):
+            return LinearBackend("pallas", XlaKernels(fused=FusedProducts()))
     is_cpu = name == "auto" and target.platform == "cpu"
     mesh = target.mesh if target.num_tensor_shards > 1 else None
     if name == "auto" and target.platform == "tpu":

@@ -23,6 +23,7 @@ class Target(NamedTuple):
         dtype: Name of the dtype of weights and activations.
         layout: Layout of activations.
         mesh: Axes of the mesh: those over which weights are sharded.
+        compute_capability: Of NVIDIA GPUs, as "9.0"; None of other devices.
     """
 
     platform: str
@@ -32,6 +33,7 @@ class Target(NamedTuple):
     dtype: str
     layout: Layout
     mesh: jax.sharding.AbstractMesh
+    compute_capability: str | None = None
 
     def cpu_kernels_problem(self) -> str | None:
         """Why the JIT-compiled CPU kernels cannot be used; None if they can."""

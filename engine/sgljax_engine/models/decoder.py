@@ -243,7 +243,8 @@ class _Layers(NamedTuple):
         assert self.kind is not None
         x, adapters = args
         names = [f"self_attn.{name}_proj" for name in "qkv"]
-        found = self._replace(adapters=adapters).norm_linears("input_layernorm", names, x)
+        inner = self._replace(adapters=adapters)
+        found = inner.linears(names, self.norm("input_layernorm", x))
         q, k, v = (self.layout.split_heads(each, self.kind.head_dim) for each in found)
         return q, k, v
 
@@ -280,11 +281,11 @@ class _Layers(NamedTuple):
             if self.context.config.moe is not None:
                 out, experts = self.experts("mlp.", self.norm("post_attention_layernorm", x))
                 return x + out, experts
-            gated = self.norm_gated("post_attention_layernorm", "mlp.", x)
+            gated = self.gated("mlp.", self.norm("post_attention_layernorm", x))
             return self.add_linear(x, "mlp.down_proj", gated), None
         out = self.linear("self_attn.o_proj", out)
         x = x + self.norm("post_attention_layernorm", out)
-        gated = self.norm_gated("pre_feedforward_layernorm", "mlp.", x)
+        gated = self.gated("mlp.", self.norm("pre_feedforward_layernorm", x))
         out, experts = self.linear("mlp.down_proj", gated), None
         if self.context.config.moe is not None:
             beside, experts = self.experts_beside(x)
@@ -330,8 +331,14 @@ class _Layers(NamedTuple):
         )
 
     def gated(self, prefix: str, h: jax.Array) -> jax.Array:
-        gate, up = self.linear(prefix + "gate_proj", h), self.linear(prefix + "up_proj", h)
-        return self.traits.activation(gate) * up
+        """The input of an MLP's last projection."""
+        names = (f"{prefix}gate_proj", f"{prefix}up_proj")
+        fused, weights = self.context.kernels.fused, self.fusable(names)
+        has_bias = f"{names[0]}.bias" in self.params
+        if fused is None or not fused.joins or has_bias or not fused.serves(weights, h):
+            gate, up = (self.linear(name, h) for name in names)
+            return self.traits.activation(gate) * up
+        return fused.gated(h, weights, self.traits.activation)
 
     def returned(self, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
         """The output of `mixture`, with the experts only if the context returns them."""
@@ -371,23 +378,12 @@ class _Layers(NamedTuple):
         bias = self.params.get(f"{name}.bias")
         return out if bias is None else out + self.layout.per_feature(bias)
 
-    def norm_linears(self, norm: str, names: Sequence[str], x: jax.Array) -> Sequence[jax.Array]:
-        """Projections of the normed `x`."""
+    def linears(self, names: Sequence[str], h: jax.Array) -> Sequence[jax.Array]:
         fused, weights = self.context.kernels.fused, self.fusable(names)
-        if fused is None or not fused.norms or not fused.serves(weights, x):
-            h = self.norm(norm, x)
+        if fused is None or not fused.joins or not fused.serves(weights, h):
             return [self.linear(name, h) for name in names]
-        found = fused.norm_linears(x, *self.norm_of(norm), weights)
+        found = fused.linears(h, weights)
         return [self.with_bias(name, out) for name, out in zip(names, found, strict=True)]
-
-    def norm_gated(self, norm: str, prefix: str, x: jax.Array) -> jax.Array:
-        """The input of an MLP's last projection."""
-        names = (f"{prefix}gate_proj", f"{prefix}up_proj")
-        fused, weights = self.context.kernels.fused, self.fusable(names)
-        has_bias = f"{names[0]}.bias" in self.params
-        if fused is None or not fused.norms or has_bias or not fused.serves(weights, x):
-            return self.gated(prefix, self.norm(norm, x))
-        return fused.norm_gated(x, *self.norm_of(norm), weights, self.traits.activation)
 
     def add_linear(self, x: jax.Array, name: str, out: jax.Array) -> jax.Array:
         """`x` and a projection."""

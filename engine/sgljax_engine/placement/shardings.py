@@ -131,6 +131,7 @@ class Placement(NamedTuple):
             self.dtype.name,
             self.layout,
             self.mesh.abstract_mesh,
+            getattr(self.mesh.devices.flat[0], "compute_capability", None),
         )
 
     @property

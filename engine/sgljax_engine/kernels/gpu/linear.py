@@ -1,10 +1,10 @@
-"""Matrix products of few tokens on NVIDIA GPUs, with what comes before and after them.
+"""Matrix products of few tokens on NVIDIA GPUs, with what comes after them.
 
 Pallas kernels, compiled by Triton. A decode step multiplies some hundred tokens with every weight:
 the weights' bytes take the time, and each kernel between two products costs as much as reading
-some. So norms are part of the products that read them (a norm's scale is a factor of each row, and
-factors of rows and sums commute), gates of the products that they combine, and residuals of the
-products that are added to them.
+some. So gates are part of the products that they combine, residuals of the products that are added
+to them, and products of one input are one kernel. Norms are not: with anything between a load and
+its product the loads of later steps are not under way while it multiplies.
 
 Weights stay apart, each [in, out]: a program of the grid reads the one that its outputs belong to.
 Those in int8 are read as they are and widened in registers; their factors multiply the sums.
@@ -32,20 +32,6 @@ MAX_TOKENS = 256
 
 DTYPES = (jnp.bfloat16, jnp.float32)
 _MIN_ROWS, _MIN_OUTPUTS, _MIN_INPUTS = 16, 16, 32
-
-
-class Norm(NamedTuple):
-    """An RMS norm, see `layers.basic.rms_norm`.
-
-    Attributes:
-        weight: [D].
-        eps: Added to the mean square. Static.
-        offset: Added to the weight. Static.
-    """
-
-    weight: jax.Array
-    eps: float
-    offset: float
 
 
 class Scaled(NamedTuple):
@@ -87,12 +73,13 @@ class Tile(NamedTuple):
     num_stages: int = 4
 
 
-NORMED, NORMED_FEW, NORMED_FLOAT = Tile(64, 64, 64), Tile(64, 32, 64), Tile(64, 32, 32)
-"""Tiles of products with a norm, in half precision and in float32. Each program norms its rows, so
-it has many outputs; and so few that there are about as many programs as multiprocessors, which for
-the rows of one tile takes other outputs."""
+JOINT, GATED, FLOAT = Tile(64, 64, 128), Tile(64, 64, 64), Tile(64, 32, 32)
+"""Tiles of products of one input, of gated ones, and of both in float32."""
 
-ADDED, ADDED_INT8, ADDED_FLOAT = Tile(32, 32, 128), Tile(64, 16, 256, 4, 3), Tile(32, 32, 64)
+FEW_JOINT, FEW_GATED = Tile(64, 32, 128), Tile(64, 32, 64)
+"""For the rows of one tile, so that there are about as many programs as multiprocessors."""
+
+ADDED, ADDED_INT8, ADDED_FLOAT = Tile(64, 16, 256), Tile(64, 16, 256, 4, 3), Tile(32, 32, 64)
 """Tiles of products that are added: there are few outputs, and many inputs. Weights in int8 go
 through shared memory a second time, widened, only for the instructions that take 64 rows; for those
 that take fewer they would be widened one by one."""
@@ -111,10 +98,10 @@ def is_size_served(inputs: int, outputs: int) -> bool:
     return inputs % _MIN_INPUTS == 0 and outputs % _MIN_OUTPUTS == 0
 
 
-def _normed_tile(x: jax.Array, is_fixed: bool) -> Tile:
+def _read_tile(x: jax.Array, tile: Tile, few: Tile, is_fixed: bool) -> Tile:
     if x.dtype.itemsize > 2:
-        return NORMED_FLOAT
-    return NORMED if is_fixed or x.shape[0] > NORMED_FEW.rows else NORMED_FEW
+        return FLOAT
+    return tile if is_fixed or x.shape[0] > few.rows else few
 
 
 def _added_tile(x: jax.Array, weight: Weight) -> Tile:
@@ -134,20 +121,18 @@ def _tile_for(x: jax.Array, weights: Sequence[Weight], tile: Tile, is_fixed: boo
     )
 
 
-def norm_linears(
+def linears(
     x: jax.Array,
-    norm: Norm,
     weights: Sequence[Weight],
     *,
     tile: Tile | None = None,
     is_fixed: bool = False,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """`norm(x) @ W` of several weights, in one kernel.
+    """`x @ W` of several weights, in one kernel.
 
     Args:
         x: [T, D].
-        norm: The norm.
         weights: Each [D, N], see `is_served`.
         tile: Other than the default.
         is_fixed: Keep the tile's rows for fewer tokens too, so that bits do not depend on them.
@@ -156,12 +141,13 @@ def norm_linears(
     Returns:
         [T, N] of each weight, in the dtype of `x`.
     """
-    tile = _tile_for(x, weights, tile or _normed_tile(x, is_fixed), is_fixed)
+    tile = tile or _read_tile(x, JOINT, FEW_JOINT, is_fixed)
+    tile = _tile_for(x, weights, tile, is_fixed)
     starts = [0]
     for weight in weights:
         starts.append(starts[-1] + weight.shape[1] // tile.outputs)
 
-    def kernel(x_ref: Any, norm_ref: Any, *refs: Any) -> None:
+    def kernel(x_ref: Any, *refs: Any) -> None:
         index, row = pl.program_id(1), tile_rows(tile)
         for i, (weight_ref, out_ref) in enumerate(
             zip(refs[: len(weights)], refs[len(weights) :], strict=True)
@@ -170,9 +156,7 @@ def norm_linears(
             @pl.when((index >= starts[i]) & (index < starts[i + 1]))
             def _(weight_ref: Any = weight_ref, out_ref: Any = out_ref, i: int = i) -> None:
                 column = (index - starts[i]) * tile.outputs
-                (product,) = _normed_products(
-                    x_ref, norm_ref, norm, [weight_ref], row, column, tile
-                )
+                (product,) = _products(x_ref, [weight_ref], row, column, tile)
                 _store(out_ref, product, row, column)
 
     out = pl.pallas_call(
@@ -183,14 +167,13 @@ def norm_linears(
         ),
         compiler_params=params_of(tile),
         interpret=interpret,
-        name="norm_linears",
-    )(x, norm.weight, *weights)
+        name="linears",
+    )(x, *weights)
     return tuple(out)
 
 
-def norm_gated(
+def gated(
     x: jax.Array,
-    norm: Norm,
     gate: Weight,
     up: Weight,
     activation: Callable[[jax.Array], jax.Array],
@@ -199,23 +182,23 @@ def norm_gated(
     is_fixed: bool = False,
     interpret: bool = False,
 ) -> jax.Array:
-    """`activation(norm(x) @ gate) * (norm(x) @ up)` [T, N], in one kernel.
+    """`activation(x @ gate) * (x @ up)` [T, N], in one kernel.
 
     Args:
         x: [T, D].
-        norm: The norm.
         gate: [D, N].
         up: [D, N].
         activation: Elementwise.
-        tile: As of `norm_linears`.
-        is_fixed: As of `norm_linears`.
-        interpret: As of `norm_linears`.
+        tile: As of `linears`.
+        is_fixed: As of `linears`.
+        interpret: As of `linears`.
     """
-    tile = _tile_for(x, (gate, up), tile or _normed_tile(x, is_fixed), is_fixed)
+    tile = tile or _read_tile(x, GATED, FEW_GATED, is_fixed)
+    tile = _tile_for(x, (gate, up), tile, is_fixed)
 
-    def kernel(x_ref: Any, norm_ref: Any, gate_ref: Any, up_ref: Any, out_ref: Any) -> None:
+    def kernel(x_ref: Any, gate_ref: Any, up_ref: Any, out_ref: Any) -> None:
         row, column = tile_rows(tile), pl.program_id(1) * tile.outputs
-        gates, ups = _normed_products(x_ref, norm_ref, norm, [gate_ref, up_ref], row, column, tile)
+        gates, ups = _products(x_ref, [gate_ref, up_ref], row, column, tile)
         _store(out_ref, activation(gates) * ups, row, column)
 
     return pl.pallas_call(
@@ -224,8 +207,8 @@ def norm_gated(
         out_shape=jax.ShapeDtypeStruct((x.shape[0], gate.shape[1]), x.dtype),
         compiler_params=params_of(tile),
         interpret=interpret,
-        name="norm_gated",
-    )(x, norm.weight, gate, up)
+        name="gated",
+    )(x, gate, up)
 
 
 def linear_add(
@@ -243,27 +226,20 @@ def linear_add(
         x: [T, D].
         weight: [D, N].
         residual: [T, N].
-        tile: As of `norm_linears`.
-        is_fixed: As of `norm_linears`.
-        interpret: As of `norm_linears`.
+        tile: As of `linears`.
+        is_fixed: As of `linears`.
+        interpret: As of `linears`.
     """
     tile = _tile_for(x, (weight,), tile or _added_tile(x, weight), is_fixed)
 
     def kernel(x_ref: Any, weight_ref: Any, residual_ref: Any, out_ref: Any) -> None:
         row, column = tile_rows(tile), pl.program_id(1) * tile.outputs
         columns = column + jnp.arange(tile.outputs, dtype=jnp.int32)
-        mask, factors = (row < x_ref.shape[0])[:, None], _load_factors(weight_ref, columns)
-
-        def step(index: jax.Array, acc: jax.Array) -> jax.Array:
-            inputs = index * tile.inputs + jnp.arange(tile.inputs, dtype=jnp.int32)
-            part = plgpu.load(x_ref.at[row[:, None], inputs[None, :]], mask=mask, other=0.0)
-            return acc + dot(part, _load_weight(weight_ref, inputs, columns, part.dtype))
-
-        start = jnp.zeros((tile.rows, tile.outputs), jnp.float32)
-        product = lax.fori_loop(0, x_ref.shape[1] // tile.inputs, step, start)
+        (product,) = _products(x_ref, [weight_ref], row, column, tile)
         at = residual_ref.at[row[:, None], columns[None, :]]
+        mask = (row < x_ref.shape[0])[:, None]
         before = plgpu.load(at, mask=mask, other=0.0).astype(jnp.float32)
-        _store(out_ref, before + product * factors, row, column)
+        _store(out_ref, before + product, row, column)
 
     return pl.pallas_call(
         kernel,
@@ -275,43 +251,25 @@ def linear_add(
     )(x, weight, residual)
 
 
-def _normed_products(
-    x_ref: Any,
-    norm_ref: Any,
-    norm: Norm,
-    weight_refs: Sequence[Any],
-    row: jax.Array,
-    column: Any,
-    tile: Tile,
+def _products(
+    x_ref: Any, weight_refs: Sequence[Any], row: jax.Array, column: Any, tile: Tile
 ) -> tuple[jax.Array, ...]:
-    """Products [rows, outputs] float32 of rows with the columns of each weight from `column` on.
-
-    The norm's weight multiplies inputs on the way in, its scale the sums.
-    """
-    mask, size = (row < x_ref.shape[0])[:, None], x_ref.shape[1]
+    """Products [rows, outputs] float32 of rows with the columns of each weight from `column` on."""
+    mask = (row < x_ref.shape[0])[:, None]
     columns = column + jnp.arange(tile.outputs, dtype=jnp.int32)
     factors = [_load_factors(ref, columns) for ref in weight_refs]
 
-    def step(
-        index: jax.Array, carry: tuple[jax.Array, tuple[jax.Array, ...]]
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        squares, sums = carry
+    def step(index: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         inputs = index * tile.inputs + jnp.arange(tile.inputs, dtype=jnp.int32)
-        x = plgpu.load(x_ref.at[row[:, None], inputs[None, :]], mask=mask, other=0.0)
-        x = x.astype(jnp.float32)
-        factor = plgpu.load(norm_ref.at[inputs]).astype(jnp.float32) + norm.offset
-        part = (x * factor[None, :]).astype(x_ref.dtype)
-        sums = tuple(
+        part = plgpu.load(x_ref.at[row[:, None], inputs[None, :]], mask=mask, other=0.0)
+        return tuple(
             total + dot(part, _load_weight(ref, inputs, columns, part.dtype))
             for total, ref in zip(sums, weight_refs, strict=True)
         )
-        return squares + jnp.sum(x * x, axis=1), sums
 
-    zeros = jnp.zeros((tile.rows, tile.outputs), jnp.float32)
-    start = (jnp.zeros((tile.rows,), jnp.float32), (zeros,) * len(weight_refs))
-    squares, sums = lax.fori_loop(0, size // tile.inputs, step, start)
-    scale = 1.0 / jnp.sqrt(squares / size + norm.eps)
-    return tuple(total * scale[:, None] * each for total, each in zip(sums, factors, strict=True))
+    start = (jnp.zeros((tile.rows, tile.outputs), jnp.float32),) * len(weight_refs)
+    sums = lax.fori_loop(0, x_ref.shape[1] // tile.inputs, step, start)
+    return tuple(total * each for total, each in zip(sums, factors, strict=True))
 
 
 def _load_weight(ref: Any, inputs: jax.Array, columns: jax.Array, dtype: jnp.dtype) -> jax.Array:
