@@ -4,8 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+REASONING_STAMP := $(VENV)/.installed-reasoning
 
 DEMO_ARGS ?= --check
+REASONING_ARGS ?=
 BENCH_ARGS ?=
 LLAMACPP_ARGS ?=
 # Three processes keep two cores busy: each takes up to 4 GB, and waits for threads now and then.
@@ -27,6 +29,14 @@ help: ## Show this list.
 .PHONY: demo
 demo: $(STAMP) ## Train with GRPO on addition and draw what happened (outputs/grpo_addition).
 	$(BIN)/python examples/grpo_addition.py $(DEMO_ARGS)
+
+.PHONY: real-model
+real-model: $(STAMP) ## Fetch a real model, SmolLM2-135M-Instruct, into the user's cache; 93 MB.
+	$(BIN)/python examples/get_smollm2.py
+
+.PHONY: reasoning
+reasoning: $(REASONING_STAMP) ## Train that model with GRPO on a task of reasoning-gym, on a CPU.
+	$(BIN)/python examples/grpo_reasoning.py $(REASONING_ARGS)
 
 .PHONY: test
 test: $(STAMP) ## Run the fast tests, in three processes; PYTEST_ARGS="-k name" instead.
@@ -94,6 +104,9 @@ format: $(STAMP) ## Format the code and fix what can be fixed.
 .PHONY: install
 install: $(STAMP) ## Make .venv, or bring it up to date.
 
+.PHONY: install-reasoning
+install-reasoning: $(REASONING_STAMP) ## Add reasoning-gym to .venv, which needs a C compiler.
+
 .PHONY: clean
 clean: ## Remove caches, build outputs and demo outputs; keep .venv.
 	rm -rf build dist outputs site .pytest_cache .ruff_cache .hypothesis
@@ -121,4 +134,9 @@ $(STAMP): pyproject.toml constraints.txt
 	  editables hatchling setuptools wheel
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	  --no-build-isolation -e ".[dev]"
+	@touch $@
+
+$(REASONING_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  --no-build-isolation -e ".[dev,reasoning]"
 	@touch $@
