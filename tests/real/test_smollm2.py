@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from typing import Any
 
 import httpx
 import numpy as np
@@ -20,7 +21,7 @@ from tests.server.served import events_of, serving
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 GREEDY = {"temperature": 0, "max_new_tokens": texts.NUM_GREEDY}
-CHAT = [{"role": "user", "content": "What is the capital of France?"}]
+CHAT: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 ANSWER = "The capital of France is Paris."
 ARGUMENTS = '{"city": "S\u00e3o Paulo \U0001f327"}'
 CALL = Call("get_weather", json.dumps(json.loads(ARGUMENTS)))

@@ -13,7 +13,7 @@ from tunix_sgljax.training import TrainConfig, load_config, to_yaml
 from tunix_sgljax.training.loading import field_keys
 
 ROOT = Path(__file__).parents[2]
-OF_EXAMPLES = {"grpo_async", "grpo_remote_agent", "grpo_tools"}
+OF_EXAMPLES = {"grpo_async", "grpo_reasoning", "grpo_remote_agent", "grpo_tools"}
 """Read by the example of that name alone, whose tests load them."""
 SHIPPED = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem not in OF_EXAMPLES)
 NEEDED = [

@@ -1,0 +1,64 @@
+"""GRPO on a real model: its task, its model's other form, and two steps of the example."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import reasoning_plot
+import reasoning_task
+from sgljax_engine import Engine
+from smollm2_as_qwen2 import as_qwen2, zero_biases
+from tests.engine.exactness_checks import check_golden
+from tests.engine.small_tokenizers import GOLDEN
+
+
+@pytest.fixture
+def gym():
+    return pytest.importorskip("reasoning_gym", reason="make install-reasoning adds reasoning-gym")
+
+
+@pytest.mark.usefixtures("gym")
+@pytest.mark.parametrize("task", reasoning_task.TASKS)
+def test_the_right_answer_alone_is_rewarded(task):
+    rows = reasoning_task.problem_rows(task, 8, seed=0)
+    assert rows == reasoning_task.problem_rows(task, 8, seed=0)
+    problems = [row["problem"] for row in rows]
+    answers = [json.loads(problem)["answer"] for problem in problems]
+    assert reasoning_task.is_right(answers, answers, problems) == [1.0] * 8
+    assert reasoning_task.is_right(answers, [f" {text}\n" for text in answers], problems) == [1] * 8
+    wordy = [f"The answer might be {text}, or not." for text in answers]
+    assert reasoning_task.is_right(wordy, wordy, problems) == [0.0] * 8
+    assert reasoning_task.is_right([""] * 8, [""] * 8, problems) == [0.0] * 8
+
+
+@pytest.mark.usefixtures("gym")
+def test_held_out_problems_are_none_that_training_sees():
+    rows = reasoning_task.held_out_rows("chain_sum", 20, 1, num_train=200, train_seed=0)
+    seen = {row["question"] for row in reasoning_task.problem_rows("chain_sum", 200, 0)}
+    assert len(rows) == 20
+    assert not seen & {row["question"] for row in rows}
+
+
+def test_a_llama_as_a_qwen2_is_the_same_function(tmp_path):
+    llama = tmp_path / "llama"
+    shutil.copytree(GOLDEN / "llama_tied", llama)
+    folder = as_qwen2(llama)
+    assert as_qwen2(llama) == folder
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["Qwen2ForCausalLM"]
+    assert len(zero_biases(config)) == 3 * config["num_hidden_layers"]
+    options = {"page_size": 4, "max_running_requests": 8, "batch_buckets": (8,)}
+    with Engine(folder, dtype="float32", **options) as engine:
+        check_golden(engine, np.load(GOLDEN / "llama_tied/golden.npz"))
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_plot_of_two_engines(tmp_path):
+    steps = [SimpleNamespace(reward=i / 10, end_s=60.0 * i) for i in range(1, 9)]
+    held_out = [SimpleNamespace(num_steps=i, share=i / 10) for i in (0, 4, 8)]
+    path = tmp_path / "plot.svg"
+    reasoning_plot.write_plot(path, [(name, steps, held_out) for name in ("sgljax", "vanilla")])
+    assert path.stat().st_size > 1_000
