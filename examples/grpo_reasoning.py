@@ -99,6 +99,7 @@ class Training:
         self._every = config.rl_training_config["eval_every_n_steps"]
         # Evaluations are this program's: Tunix's would sample each problem several times.
         training = {**config.rl_training_config, "eval_every_n_steps": config.num_batches + 1}
+        say("checking the config, drawing problems, estimating memory")
         self._prepared: Prepared = prepare(config)
         self._recorder = StepRecorder(self._add_step)
         self._steps: list[Step] = []

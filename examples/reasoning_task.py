@@ -3,8 +3,9 @@
     python examples/reasoning_task.py    # samples from SmolLM2: the share of right answers by task
 
 reasoning-gym draws problems from a seed and scores answers itself. Here an answer is right where
-its score is 1, and a completion must be the answer alone. `TASKS` has settings that are easy enough
-for a model of 135M parameters.
+its score is 1, and a completion must be the answer alone. Asked without examples the model always
+talks, and is never right; so each prompt begins with two solved problems, as earlier turns of the
+chat. `TASKS` has settings that are easy enough for a model of 135M parameters.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from typing import Any
 
 from get_smollm2 import MissingPackageError, get_smollm2
 
-SYSTEM_PROMPT = "Answer with the result alone."
+NUM_EXAMPLES, EXAMPLES_SEED = 2, 99_999
+MAX_PROBLEMS = 1_000_000  # of a seed
+TURN = "<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+"""SmolLM2's chat template, without a system message."""
 TASKS: dict[str, dict[str, Any]] = {
     "basic_arithmetic": {
         "min_terms": 2,
@@ -42,7 +46,9 @@ TASKS: dict[str, dict[str, Any]] = {
 
 
 def problem_rows(task: str, num: int, seed: int) -> list[dict[str, str]]:
-    """Rows for the config's `task.dataset`: a question, and the problem as its scorer takes it.
+    """Rows for the config's `task.dataset`: a prompt, and the problem as its scorer takes it.
+
+    A prompt has the chat template's marks, and two solved problems, the same in all.
 
     Args:
         task: One of `TASKS`.
@@ -52,17 +58,24 @@ def problem_rows(task: str, num: int, seed: int) -> list[dict[str, str]]:
     Raises:
         MissingPackageError: reasoning-gym is not installed.
     """
-    problems = _gym().create_dataset(task, size=num, seed=seed, **TASKS[task])
+    examples = "".join(
+        f"{TURN.format(question=each['question'].strip())}{each['answer']}<|im_end|>\n"
+        for each in _problems(task, NUM_EXAMPLES, EXAMPLES_SEED)
+    )
     return [
-        {"question": problem["question"], "problem": json.dumps(problem)} for problem in problems
+        {
+            "prompts": examples + TURN.format(question=problem["question"].strip()),
+            "problem": json.dumps(problem),
+        }
+        for problem in _problems(task, num, seed)
     ]
 
 
 def held_out_rows(task: str, num: int, seed: int, num_train: int, train_seed: int) -> list[Any]:
     """`problem_rows` of which none is among those of a training set; at most `num` of them."""
-    seen = {row["question"] for row in problem_rows(task, num_train, train_seed)}
-    rows = {row["question"]: row for row in problem_rows(task, 4 * num, seed)}
-    return [row for question, row in rows.items() if question not in seen][:num]
+    seen = {row["prompts"] for row in problem_rows(task, num_train, train_seed)}
+    rows = {row["prompts"]: row for row in problem_rows(task, 4 * num, seed)}
+    return [row for prompt, row in rows.items() if prompt not in seen][:num]
 
 
 def is_right(
@@ -88,6 +101,11 @@ def is_right(
     return rewards
 
 
+def _problems(task: str, num: int, seed: int) -> Any:
+    # reasoning-gym draws problem i from seed + i, so neighbouring seeds have the same problems.
+    return _gym().create_dataset(task, size=num, seed=seed * MAX_PROBLEMS, **TASKS[task])
+
+
 def _gym() -> Any:
     if importlib.util.find_spec("reasoning_gym") is None:
         raise MissingPackageError(
@@ -105,21 +123,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK")
     parser.add_argument("--problems", type=int, default=32)
     parser.add_argument("--samples", type=int, default=2, help="of each problem, at temperature 1")
-    parser.add_argument("--tokens", type=int, default=24, help="most tokens of an answer")
+    parser.add_argument("--tokens", type=int, default=12, help="most tokens of an answer")
     args = parser.parse_args(argv)
     from sgljax_engine import Engine
 
     with Engine(get_smollm2(), max_running_requests=64, max_model_len=384) as engine:
         for task in args.tasks:
             start, rows = time.perf_counter(), problem_rows(task, args.problems, seed=1)
-            chats = [
-                [
-                    {"role": "system", "content": SYSTEM_PROMPT},
-                    {"role": "user", "content": row["question"]},
-                ]
-                for row in rows
-            ]
-            prompts = [engine.apply_chat_template(chat) for chat in chats]
+            prompts = [engine.tokenize(row["prompts"]) for row in rows]
             shares, shown = [], ""
             for params in ({"temperature": 1.0, "n": args.samples}, {"temperature": 0.0}):
                 outputs = engine.generate(

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import get_smollm2
 import reasoning_plot
 import reasoning_task
 from sgljax_engine import Engine
@@ -37,9 +38,9 @@ def test_the_right_answer_alone_is_rewarded(task):
 @pytest.mark.usefixtures("gym")
 def test_held_out_problems_are_none_that_training_sees():
     rows = reasoning_task.held_out_rows("chain_sum", 20, 1, num_train=200, train_seed=0)
-    seen = {row["question"] for row in reasoning_task.problem_rows("chain_sum", 200, 0)}
+    seen = {row["prompts"] for row in reasoning_task.problem_rows("chain_sum", 200, 0)}
     assert len(rows) == 20
-    assert not seen & {row["question"] for row in rows}
+    assert not seen & {row["prompts"] for row in rows}
 
 
 def test_a_llama_as_a_qwen2_is_the_same_function(tmp_path):
@@ -62,3 +63,28 @@ def test_plot_of_two_engines(tmp_path):
     path = tmp_path / "plot.svg"
     reasoning_plot.write_plot(path, [(name, steps, held_out) for name in ("sgljax", "vanilla")])
     assert path.stat().st_size > 1_000
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.usefixtures("gym")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
+def test_two_steps(tmp_path, capsys):
+    import grpo_reasoning
+
+    try:
+        get_smollm2.get_smollm2()
+    except get_smollm2.UnreachableError as error:
+        pytest.skip(str(error))
+    small = ["batch_size=2", "grpo_config.num_generations=2", "task.dataset_args.num=8"]
+    small += ["task.eval_dataset_args.num_train=8", "rollout_config.total_generation_steps=8"]
+    args = ["--steps", "2", "--held-out", "4", "--output-dir", str(tmp_path), "--set", *small]
+    assert grpo_reasoning.main(args) == 0
+    content = json.loads((tmp_path / "records.json").read_text())
+    assert [step["step"] for step in content["steps"]] == [1, 2]
+    for step in content["steps"]:
+        assert min(step["rollout_s"], step["sync_s"], step["trainer_s"]) > 0
+    assert content["steps"][0]["end_s"] < content["steps"][1]["end_s"]
+    assert [each["num_steps"] for each in content["held_out"]] == [0, 2]
+    assert (tmp_path / "training.png").stat().st_size > 1_000
+    assert "step 2/2" in capsys.readouterr().out
