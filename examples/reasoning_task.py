@@ -4,7 +4,7 @@
 
 reasoning-gym draws problems from a seed and scores answers itself. Here an answer is right where
 its score is 1, and a completion must be the answer alone. Asked without examples the model always
-talks, and is never right; so each prompt begins with two solved problems, as earlier turns of the
+talks, and is never right; so each prompt begins with a solved problem, as an earlier turn of the
 chat. `TASKS` has settings that are easy enough for a model of 135M parameters.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 from get_smollm2 import MissingPackageError, get_smollm2
 
-NUM_EXAMPLES, EXAMPLES_SEED = 2, 99_999
+NUM_EXAMPLES, EXAMPLES_SEED = 1, 99_999
 MAX_PROBLEMS = 1_000_000  # of a seed
 TURN = "<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
 """SmolLM2's chat template, without a system message."""
@@ -39,7 +39,7 @@ TASKS: dict[str, dict[str, Any]] = {
     "letter_counting": {"min_words": 2, "max_words": 4},
     "spell_backward": {"min_word_len": 3, "max_word_len": 4},
     "number_sorting": {"min_numbers": 3, "max_numbers": 3, "max_decimals": 0, "min_value": 0},
-    "number_filtering": {"min_numbers": 3, "max_numbers": 4, "max_decimals": 0, "min_value": 0},
+    "number_filtering": {"min_numbers": 2, "max_numbers": 3, "max_decimals": 0, "min_value": 0},
     "word_sorting": {"min_words": 3, "max_words": 3, "max_word_length": 6},
     "leg_counting": {"min_animals": 1, "max_animals": 2, "max_instances": 3},
 }
@@ -48,7 +48,7 @@ TASKS: dict[str, dict[str, Any]] = {
 def problem_rows(task: str, num: int, seed: int) -> list[dict[str, str]]:
     """Rows for the config's `task.dataset`: a prompt, and the problem as its scorer takes it.
 
-    A prompt has the chat template's marks, and two solved problems, the same in all.
+    A prompt has the chat template's marks, and one solved problem, the same in all.
 
     Args:
         task: One of `TASKS`.
