@@ -324,7 +324,8 @@ class SglJaxRollout(BaseRollout):
         self._checked.get(rollout_config, lambda: self._check_call(rollout_config))
         self._builder.check_same_mapping(rollout_config)
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        prompt_ids = self._prompts.encode_all(texts)
+        with self._observers.span("tokenize", requests=len(texts)):
+            prompt_ids = self._prompts.encode_all(texts)
         params = self._row_params(rollout_config, len(texts))
         if self._temperature is None:
             self._temperature = rollout_config.temperature
