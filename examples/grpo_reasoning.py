@@ -7,7 +7,8 @@
 It fetches the model (`get_smollm2.py`, 93 MB) and trains LoRA pairs with Tunix's `GRPOLearner`, as
 configs/grpo_reasoning.yaml says. Before the first step, every few steps and at the end it answers
 held-out problems greedily. records.json has, for each step, the reward and the seconds of rollout,
-weight sync and trainer; training.png draws the reward over steps and over time.
+weight sync and trainer; training.png draws the reward over steps and over time. `--timeline FILE`
+records all steps but the first, which compiles, for the Perfetto UI.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from absl import logging as absl_logging
 from get_smollm2 import ChecksumError, MissingPackageError, UnreachableError, get_smollm2
 from reasoning_plot import write_plot
 from reasoning_task import TASKS
+from sgljax_engine import InvalidConfigError
 from smollm2_as_qwen2 import as_qwen2
+from tunix_sgljax import Timeline
 from tunix_sgljax.training import TrainConfig, evaluate, load_config, prepare
 from tunix_sgljax.training.cluster import make_cluster, make_learner, rollout_engine
 from tunix_sgljax.training.loop import Prepared
@@ -93,8 +96,16 @@ class MeasuredRollout(TimedRollout):
 class Training:
     """Trains as a config says, and keeps what happens. For one thread."""
 
-    def __init__(self, config: TrainConfig, say: Callable[[str], None]) -> None:
-        """Checks the config and loads the model."""
+    def __init__(
+        self, config: TrainConfig, say: Callable[[str], None], timeline: Path | None = None
+    ) -> None:
+        """Checks the config and loads the model.
+
+        Args:
+            config: From `load_config`.
+            say: Called with each line about the run.
+            timeline: Where a timeline of all steps but the first is written.
+        """
         self._config, self._say = config, say
         self._every = config.rl_training_config["eval_every_n_steps"]
         # Evaluations are this program's: Tunix's would sample each problem several times.
@@ -106,6 +117,7 @@ class Training:
         self._held_out: list[HeldOut] = []
         self._sync_s = self._pending_eval_s = 0.0
         say("loading the model")
+        tracer = None if timeline is None else Timeline()
         self._cluster = make_cluster(
             dataclasses.replace(config, rl_training_config=training),
             self._prepared.spec,
@@ -116,7 +128,12 @@ class Training:
                 on_generate=self._recorder.add_rollout,
                 on_sync=self._add_sync,
             ),
+            None if tracer is None else tracer.perf_config,
         )
+        if tracer is not None and timeline is not None:
+            tracer.record_steps(
+                self._cluster, timeline, first_step=1, num_steps=config.num_batches - 1
+            )
 
     def run(self) -> Run:
         """Trains to the end, and returns what happened."""
@@ -190,6 +207,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="instead of the config's")
     parser.add_argument("--held-out", type=int, help="problems, instead of the config's")
     parser.add_argument("--output-dir", type=Path, help="instead of the config's")
+    parser.add_argument("--timeline", type=Path, help="file for a timeline of a few --steps")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="config keys")
     return parser.parse_args(argv)
 
@@ -222,8 +240,13 @@ def main(argv: list[str] | None = None) -> int:
             f"{config.seed}, {config.num_batches} steps of {config.batch_size} prompts x "
             f"{config.num_generations}, on {jax.devices()[0].device_kind}. The first step compiles."
         )
-        run = Training(config, say).run()
-    except (UnreachableError, ChecksumError, MissingPackageError) as error:
+        run = Training(config, say, args.timeline).run()
+    except (
+        UnreachableError,
+        ChecksumError,
+        MissingPackageError,
+        InvalidConfigError,
+    ) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     folder = Path(config.output_dir)
