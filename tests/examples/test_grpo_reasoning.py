@@ -10,6 +10,7 @@ import pytest
 import get_smollm2
 import reasoning_plot
 import reasoning_task
+from benchmarks.throughput.step_time import read_slices, step_times
 from sgljax_engine import Engine
 from smollm2_as_qwen2 import as_qwen2, zero_biases
 from tests.engine.exactness_checks import check_golden
@@ -78,12 +79,17 @@ def test_two_steps(tmp_path, capsys):
         pytest.skip(str(error))
     small = ["batch_size=2", "grpo_config.num_generations=2", "task.dataset_args.num=8"]
     small += ["task.eval_dataset_args.num_train=8", "rollout_config.total_generation_steps=8"]
-    args = ["--steps", "2", "--held-out", "4", "--output-dir", str(tmp_path), "--set", *small]
+    timeline = tmp_path / "second_step.pftrace"
+    args = ["--steps", "2", "--held-out", "4", "--timeline", str(timeline)]
+    args += ["--output-dir", str(tmp_path), "--set", *small]
     assert grpo_reasoning.main(args) == 0
     content = json.loads((tmp_path / "records.json").read_text())
     assert [step["step"] for step in content["steps"]] == [1, 2]
     for step in content["steps"]:
         assert min(step["rollout_s"], step["sync_s"], step["trainer_s"]) > 0
+    (timed,) = step_times(read_slices(timeline))
+    assert 0 < timed.parts["trainer"] < content["steps"][1]["trainer_s"]
+    assert timed.parts["decode"] < content["steps"][1]["rollout_s"]
     assert content["steps"][0]["end_s"] < content["steps"][1]["end_s"]
     assert [each["num_steps"] for each in content["held_out"]] == [0, 2]
     assert (tmp_path / "training.png").stat().st_size > 1_000
