@@ -1,12 +1,13 @@
 """Start-up: cold and warm start, and the time to the first token.
 
     python benchmarks/start_up/start_up.py
+    python benchmarks/start_up/start_up.py --model FOLDER    # a real model's
 
-Every start is a process of its own, on the default configuration with 64 running requests and
-random weights: a cold one with an empty compilation cache, then a second one with what the first
-left there; rounds repeat this with new folders, and medians are reported. A start is timed from
-`Engine(...)` to the end of `warmup()`, imports left out; the time to first token is that of one
-request (64 prompt tokens) right after.
+Every start is a process of its own, on the default configuration with 64 running requests, and
+random weights unless a folder is given: a cold one with an empty compilation cache, then a second
+one with what the first left there; rounds repeat this with new caches, and medians are reported. A
+start is timed from `Engine(...)` to the end of `warmup()`, imports left out; the time to first
+token is that of one request (64 prompt tokens) right after.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,22 +29,29 @@ from sgljax_engine import Engine
 from tunix_sgljax.bench.shapes import SMALL, SMALL_IN_WORDS
 
 NUM_ROWS, NUM_PROMPT = 64, 64
+REAL: dict[str, Any] = {"max_model_len": 2048, "num_kv_tokens": 32_768}
+"""Options with a folder, whose model may take contexts that the memory has no room for."""
+
 PARTS = ("construct_s", "warmup_s", "start_s", "first_token_s")
 
 
-def start_once(cache: str) -> dict[str, Any]:
+def start_once(cache: str, model: Path | None) -> dict[str, Any]:
     """Starts an engine in this process and returns what it took."""
     started = time.perf_counter()
+    options: dict[str, Any] = (
+        {"model_config": SMALL, "load_format": "dummy"} if model is None else REAL
+    )
     engine = Engine(
-        model_config=SMALL,
-        load_format="dummy",
+        model,
+        **options,
         max_running_requests=NUM_ROWS,
         compilation_cache_dir=cache,
     )
     constructed = time.perf_counter()
     num_programs = engine.warmup()
     warm = time.perf_counter()
-    prompt = np.random.default_rng(0).integers(0, SMALL.vocab_size, NUM_PROMPT).tolist()
+    vocab_size = engine.model_config.vocab_size
+    prompt = np.random.default_rng(0).integers(0, vocab_size, NUM_PROMPT).tolist()
     out = engine.generate(None, {"max_new_tokens": 1}, prompt)
     result = {
         "device": jax.devices()[0].device_kind,
@@ -56,9 +65,11 @@ def start_once(cache: str) -> dict[str, Any]:
     return result
 
 
-def run_child(cache: str) -> dict[str, Any]:
+def run_child(cache: str, model: Path | None) -> dict[str, Any]:
     """`start_once` in a new process."""
     command = [sys.executable, __file__, "--child", cache]
+    if model is not None:
+        command += ["--model", str(model)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -83,27 +94,35 @@ def table(starts: dict[str, list[dict[str, Any]]]) -> list[str]:
 def main() -> None:
     """Measures and writes the results."""
     parser = make_parser(__doc__, pairs=3)
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder")
     parser.add_argument("--child", metavar="CACHE", help="start once, with this cache")
     args = parser.parse_args()
     if args.child is not None:
-        print(json.dumps(start_once(args.child)))
+        print(json.dumps(start_once(args.child, args.model)))
         return
     starts: dict[str, list[dict[str, Any]]] = {"cold": [], "warm": []}
     for _ in range(1 if args.quick else args.pairs):
         with tempfile.TemporaryDirectory() as cache:
             for kind in starts:
-                starts[kind].append(run_child(cache))
+                starts[kind].append(run_child(cache, args.model))
                 print(f"{kind}: {starts[kind][-1]['start_s']:.2f} s", flush=True)
-    some = starts["cold"][0]
+    some, name, options = starts["cold"][0], "start_up", ""
+    command = "benchmarks/start_up/start_up.py"
+    model = f"{SMALL_IN_WORDS}, float32, random weights"
+    if args.model is not None:
+        name, model = f"start_up_{args.model.name.lower()}", f"{args.model.name}, its own weights"
+        command += f" --model {args.model.name}"
+        options = "".join(f", {key} {value}" for key, value in REAL.items())
     write_results(
-        output_dir(args) / "start_up.md",
+        output_dir(args) / f"{name}.md",
         "Start-up",
-        "benchmarks/start_up/start_up.py",
+        command,
         table(starts),
         {"starts": starts},
         facts=[
-            f"Model: {SMALL_IN_WORDS}, float32, random weights",
-            f"max_running_requests {NUM_ROWS}, else the defaults; {some['num_programs']} programs",
+            f"Model: {model}",
+            f"max_running_requests {NUM_ROWS}{options}, else the defaults; {some['num_programs']} "
+            "programs",
             f"Medians of {len(starts['cold'])} rounds; start = construct + warmup",
         ],
         device=some["device"],
