@@ -31,8 +31,11 @@ from PIL import Image
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent
-NAMES = ("quickstart", "grpo", "interruption", "sleep_wake")
+NAMES = ("quickstart", "grpo", "interruption", "sleep_wake", "real_model")
 IMAGE_TAG = "image="
+COLAB_KEYS = ("accelerator", "colab")
+"""Metadata by which a notebook asks Colab for a GPU."""
+
 CELL_TIMEOUT_S = 600
 
 
@@ -103,8 +106,10 @@ def strip(notebook: NotebookNode) -> list[str]:
             data = output.get("data", {})
             if "image/png" in data:
                 data["image/png"] = base64.b64encode(smaller(data["image/png"])).decode("ascii")
+    asked_of_colab = {key: notebook.metadata[key] for key in COLAB_KEYS if key in notebook.metadata}
     notebook.metadata = NotebookNode(
         {
+            **asked_of_colab,
             "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
             "language_info": {"name": "python"},
         }

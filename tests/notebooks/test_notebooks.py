@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import get_smollm2
 from tests.devices import CACHE_VARIABLES
 from tests.threads import LIMIT_S
 
@@ -29,7 +30,11 @@ IMAGES = {
     "grpo": ["notebook_grpo_training", "notebook_grpo_speed"],
     "interruption": ["notebook_pause_modes", "notebook_weight_versions"],
     "sleep_wake": ["notebook_sleep_levels", "notebook_two_models"],
+    "real_model": ["notebook_real_model"],
 }
+COLAB = {"real_model": {"accelerator": "GPU", "colab": {"gpuType": "T4"}}}
+"""Metadata by which a notebook asks Colab for a GPU."""
+
 MAX_PICTURE_BYTES = 60_000
 HARMLESS = re.compile(
     "|".join(
@@ -175,12 +180,37 @@ def test_grpo(execute):
     assert float(median[1]) > 1
 
 
+@pytest.mark.first
+@pytest.mark.real
+def test_real_model(execute):
+    try:
+        get_smollm2.get_smollm2()
+    except get_smollm2.UnreachableError as error:
+        pytest.skip(str(error))
+    notebook = execute("real_model")
+    check_pictures(notebook, "real_model")
+    assert notebook["metadata"].items() >= COLAB["real_model"].items()
+    run = cells(notebook)
+    assert "The capital of France is Paris." in printed(run["chat"])
+    assert printed(run["stream"]).endswith(".")
+    scored = re.search(r"^right: ([\d.]+%) of 24$", printed(run["score"]), re.MULTILINE)
+    assert scored is not None
+    trained = printed(run["train"])
+    # The policy in training is the same function, and so are its greedy answers.
+    held_out = re.findall(r"^held out, after (\d) steps: right ([\d.]+%)", trained, re.MULTILINE)
+    assert held_out[0] == ("0", scored[1])
+    assert [num_steps for num_steps, _ in held_out] == ["0", "2"]
+    assert re.findall(r"^step (\d)/2  right ", trained, re.MULTILINE) == ["1", "2"]
+
+
 @pytest.mark.parametrize("name", sorted(IMAGES))
 def test_committed_notebook(name):
     text = (FOLDER / f"{name}.ipynb").read_text(encoding="ascii")
     notebook = json.loads(text)
-    assert notebook["metadata"]["kernelspec"]["name"] == "python3"
-    assert notebook["metadata"]["language_info"] == {"name": "python"}
+    metadata = notebook["metadata"]
+    assert metadata.pop("kernelspec")["name"] == "python3"
+    assert metadata.pop("language_info") == {"name": "python"}
+    assert metadata == COLAB.get(name, {})
     code = cells(notebook)
     assert [cell["execution_count"] for cell in code.values()] == list(range(1, len(code) + 1))
     check_pictures(notebook, name)
