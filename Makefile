@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 REASONING_STAMP := $(VENV)/.installed-reasoning
 
+INSTALL := $(BIN)/python .ci/with_lines.py "installing into $(VENV)" $(BIN)/python -m pip install --quiet \
+	--disable-pip-version-check -c constraints.txt
+
 DEMO_ARGS ?= --check
 REASONING_ARGS ?=
 BENCH_ARGS ?=
@@ -130,13 +133,10 @@ $(STAMP): pyproject.toml constraints.txt
 	  rm -rf $(VENV); \
 	  echo "error: '$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt install python3-venv" >&2; \
 	  exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  editables hatchling setuptools wheel
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  --no-build-isolation -e ".[dev]"
+	$(INSTALL) editables hatchling setuptools wheel
+	$(INSTALL) --no-build-isolation -e ".[dev]"
 	@touch $@
 
 $(REASONING_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  --no-build-isolation -e ".[dev,reasoning]"
+	$(INSTALL) --no-build-isolation -e ".[dev,reasoning]"
 	@touch $@

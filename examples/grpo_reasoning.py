@@ -18,10 +18,11 @@ import dataclasses
 import functools
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 from absl import logging as absl_logging
@@ -40,6 +41,51 @@ from tunix_sgljax.training.rollouts import TimedRollout
 from tunix_sgljax.training.task import batches
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs/grpo_reasoning.yaml"
+
+
+RECORDS = "records.json"
+QUIET_S = 8.0
+"""Seconds without a line after which one says that the program still runs."""
+
+
+class Lines:
+    """Prints lines; in a silence one that says for how long the last one has been true.
+
+    A context manager. Call it from any thread.
+    """
+
+    def __init__(self, quiet_s: float = QUIET_S) -> None:
+        """Prints nothing yet."""
+        self._quiet_s = quiet_s
+        self._last, self._since = "starting", time.monotonic()
+        self._said, self._is_over = threading.Condition(), False
+        self._thread = threading.Thread(target=self._run, name="lines", daemon=True)
+
+    def __call__(self, line: str) -> None:
+        """Prints a line."""
+        with self._said:
+            self._last, self._since = line, time.monotonic()
+            print(line, flush=True)
+            self._said.notify()
+
+    def __enter__(self) -> Self:
+        """Watches for silences."""
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the watching."""
+        with self._said:
+            self._is_over = True
+            self._said.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with self._said:
+            while not self._is_over:
+                if not self._said.wait(self._quiet_s):
+                    seconds = time.monotonic() - self._since
+                    print(f"  {seconds:.0f} s since: {self._last}", flush=True)
 
 
 class Step(NamedTuple):
@@ -169,6 +215,7 @@ class Training:
         )
         self._sync_s = self._pending_eval_s = 0.0
         self._steps.append(step)
+        write_records(self._config, self._steps, self._held_out)
         total = self._config.num_batches
         self._say(
             f"step {step.step:>{len(str(total))}}/{total}  right {step.reward:6.1%}  rollout "
@@ -183,18 +230,20 @@ class Training:
         seconds = time.perf_counter() - start
         self._pending_eval_s += seconds
         self._held_out.append(HeldOut(num_steps, share, seconds))
+        write_records(self._config, self._steps, self._held_out)
         self._say(f"held out, after {num_steps} steps: right {share:.1%} ({seconds:.1f} s)")
 
 
-def write_records(path: Path, config: TrainConfig, run: Run) -> None:
-    """Writes the settings of a run, its steps and its evaluations."""
+def write_records(config: TrainConfig, steps: list[Step], held_out: list[HeldOut]) -> None:
+    """Writes the settings of a run, and its steps and evaluations so far."""
     content = {
         "settings": {"device": jax.devices()[0].device_kind, **dataclasses.asdict(config)},
-        "steps": [step._asdict() for step in run.steps],
-        "held_out": [each._asdict() for each in run.held_out],
+        "steps": [step._asdict() for step in steps],
+        "held_out": [each._asdict() for each in held_out],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    folder = Path(config.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / RECORDS).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -231,8 +280,13 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the program and returns its exit code."""
     args = parse_args(argv)
     absl_logging.set_verbosity(absl_logging.ERROR)
-    say = functools.partial(print, flush=True)
+    with Lines() as say:
+        return _run(args, say)
+
+
+def _run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     try:
+        say("fetching the model, if it is not there")
         model = as_qwen2(get_smollm2())
         config = load_config(args.config, overrides(args, model))
         say(
@@ -250,9 +304,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     folder = Path(config.output_dir)
-    write_records(folder / "records.json", config, run)
     write_plot(folder / "training.png", [(config.rollout_engine, run.steps, run.held_out)])
-    say(f"wrote {folder / 'records.json'} and {folder / 'training.png'}")
+    say(f"wrote {folder / RECORDS} and {folder / 'training.png'}")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +16,7 @@ from sgljax_engine import Engine
 from smollm2_as_qwen2 import as_qwen2, zero_biases
 from tests.engine.exactness_checks import check_golden
 from tests.engine.small_tokenizers import GOLDEN
+from tests.threads import LIMIT_S
 
 
 @pytest.fixture
@@ -64,6 +66,24 @@ def test_plot_of_two_engines(tmp_path):
     path = tmp_path / "plot.svg"
     reasoning_plot.write_plot(path, [(name, steps, held_out) for name in ("sgljax", "vanilla")])
     assert path.stat().st_size > 1_000
+
+
+def test_a_silence_has_lines_too(monkeypatch):
+    import grpo_reasoning
+
+    lines, has_three = [], threading.Event()
+
+    def take(line: str, **_: object) -> None:
+        lines.append(line)
+        if len(lines) == 4:
+            has_three.set()
+
+    monkeypatch.setattr("builtins.print", take)
+    with grpo_reasoning.Lines(quiet_s=0.01) as say:
+        say("loading")
+        assert has_three.wait(LIMIT_S)
+    assert lines[0] == "loading"
+    assert set(lines[1:]) == {"  0 s since: loading"}
 
 
 @pytest.mark.real
