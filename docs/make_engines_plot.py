@@ -1,17 +1,14 @@
-"""Draws docs/images/engines.svg: rewards and speed of rollouts, ours against Tunix's vanilla.
+"""Draws docs/images/engines.svg: a real model's learning, and speed of rollouts against vanilla.
 
-    python examples/grpo_addition.py --rollout vanilla --output-dir outputs/vanilla
-    python examples/grpo_addition.py --rollout sgljax --output-dir outputs/sgljax
-    python docs/make_engines_plot.py --records outputs  # keeps their steps, and draws
-    python docs/make_engines_plot.py                    # draws what benchmarks/results holds
+    python docs/make_engines_plot.py
 
-Speeds are from benchmarks/results: `gpu.json`, `archive/grpo_addition.json`, `bench_small.json`.
+From benchmarks/results: `real_training.json` (see `benchmarks/throughput/real_training.py`), and
+for speeds `gpu.json`, `archive/grpo_addition.json` and `bench_small.json`.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import statistics
 import sys
@@ -19,17 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
-import numpy as np
 from matplotlib.figure import Figure
-
-from tunix_sgljax.bench.environment import describe_environment
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
-STEPS = RESULTS / "archive" / "grpo_addition_steps.json"
 ENGINES = {"vanilla": ("Tunix's vanilla", "#90a4ae"), "sgljax": ("tunix-sgljax", "#1565c0")}
-WINDOW = 5
-"""Steps over which rewards are averaged."""
 
 
 class Speed(NamedTuple):
@@ -44,23 +35,6 @@ class Speed(NamedTuple):
 def read(name: str) -> dict[str, Any]:
     """A file of results."""
     return json.loads((RESULTS / name).read_text(encoding="utf-8"))
-
-
-def keep_steps(records: Path) -> None:
-    """Keeps the steps of a run of each engine, with the machine."""
-    content: dict[str, Any] = {}
-    device = "cpu"
-    for name in ENGINES:
-        run = json.loads((records / name / "records.json").read_text(encoding="utf-8"))
-        steps = run["steps"]
-        content[name] = {
-            "seed": run["settings"]["seed"],
-            "rewards": [step["reward"] for step in steps],
-            "rollout_s": [round(step["rollout_s"], 3) for step in steps],
-        }
-        device = run["settings"]["device"]
-    environment = dataclasses.asdict(describe_environment(device))
-    STEPS.write_text(json.dumps({"environment": environment, **content}, indent=1) + "\n")
 
 
 def machine(environment: dict[str, Any]) -> str:
@@ -123,19 +97,20 @@ def speeds() -> list[Speed]:
 
 
 def draw() -> Figure:
-    """Rewards on the left, speeds on the right."""
-    steps = read(f"archive/{STEPS.name}")
+    """Right answers on the left, speeds on the right."""
+    training = read("real_training.json")
     figure = Figure(figsize=(10, 3.6), layout="constrained", facecolor="#ffffff")
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
     for name, (label, colour) in ENGINES.items():
-        rewards = np.array(steps[name]["rewards"])
-        ends = range(1, len(rewards) + 1)
-        mean = [rewards[max(0, end - WINDOW) : end].mean() for end in ends]
-        left.plot(ends, rewards, "o", color=colour, alpha=0.3, markersize=3)
-        left.plot(ends, mean, color=colour, linewidth=2.2, label=label)
-    left.set(ylim=(0, 1), xlabel="step", ylabel="exact-match reward")
-    environment = steps["environment"]
-    title = f"The same learning ({machine(environment)}, {environment['date']})"
+        for number, run in enumerate(run for run in training["runs"] if run["engine"] == name):
+            ends_s = [0.0, *(step["end_s"] for step in run["steps"])]
+            minutes = [ends_s[each["num_steps"]] / 60 for each in run["held_out"]]
+            shares = [each["share"] for each in run["held_out"]]
+            left.plot(minutes, shares, "o-", color=colour, label=None if number else label)
+    left.set(ylim=(0, 1), xlabel="minutes of training", ylabel="held-out problems, right")
+    left.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    environment = training["environment"]
+    title = f"SmolLM2-135M learns a task ({machine(environment)}, {environment['date']})"
     left.set_title(title, fontsize=10, loc="left")
     left.legend(loc="lower right", frameon=False, fontsize=9)
 
@@ -160,11 +135,8 @@ def draw() -> Figure:
 def main(argv: list[str] | None = None) -> int:
     """Runs the program and returns its exit code."""
     parser = argparse.ArgumentParser(description="Draws ours against vanilla.")
-    parser.add_argument("--records", type=Path, metavar="FOLDER", help="runs of both, to keep")
     parser.add_argument("--output", type=Path, default=ROOT / "docs/images/engines.svg")
     args = parser.parse_args(argv)
-    if args.records is not None:
-        keep_steps(args.records)
     mpl.rcParams |= {"svg.fonttype": "path", "svg.hashsalt": "engines"}
     draw().savefig(args.output, metadata={"Date": None})
     return 0

@@ -1,0 +1,85 @@
+"""A real model's training with either engine: what it learned, and where the seconds went.
+
+    python examples/grpo_reasoning.py --seed 0 --output-dir outputs/sgljax_0
+    python examples/grpo_reasoning.py --seed 0 --rollout vanilla --output-dir outputs/vanilla_0
+    python benchmarks/throughput/real_training.py outputs/sgljax_0 outputs/vanilla_0
+
+Right answers are greedy ones to held-out problems. Seconds are of all steps but the first, which
+compiles, and of the whole training with it, evaluations left out. `docs/make_engines_plot.py` draws
+the runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib.reporting import make_parser, output_dir, write_results
+
+_FIELDS = ("reward", "rollout_s", "sync_s", "trainer_s", "end_s")
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """A run of grpo_reasoning.py, from its records.json."""
+    content = json.loads((folder / "records.json").read_text(encoding="utf-8"))
+    settings = content["settings"]
+    return {
+        "engine": settings["rollout_engine"],
+        "seed": settings["seed"],
+        "device": settings["device"],
+        "task": settings["task"]["dataset_args"]["task"],
+        "rows": settings["batch_size"] * settings["grpo_config"]["num_generations"],
+        "steps": [{name: round(step[name], 4) for name in _FIELDS} for step in content["steps"]],
+        "held_out": [
+            {"num_steps": each["num_steps"], "share": each["share"]} for each in content["held_out"]
+        ],
+    }
+
+
+def lines_of(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """The report's table."""
+    lines = [
+        "| engine | seed | steps | right before | after | points | rollout, s a step | sync "
+        "| trainer | whole, s |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for run in runs:
+        first, last = (run["held_out"][at]["share"] for at in (0, -1))
+        timed = run["steps"][1:] or run["steps"]
+        means = (
+            sum(step[name] for step in timed) / len(timed)
+            for name in ("rollout_s", "sync_s", "trainer_s")
+        )
+        cells = " | ".join(f"{mean:.2f}" for mean in means)
+        lines.append(
+            f"| {run['engine']} | {run['seed']} | {len(run['steps'])} | {first:.1%} | {last:.1%} "
+            f"| {100 * (last - first):+.0f} | {cells} | {run['steps'][-1]['end_s']:.0f} |"
+        )
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Reads runs and writes the results."""
+    parser = make_parser(__doc__)
+    parser.add_argument("runs", type=Path, nargs="+", help="output folders of grpo_reasoning.py")
+    args = parser.parse_args(argv)
+    runs = [read_run(folder) for folder in args.runs]
+    first = runs[0]
+    write_results(
+        output_dir(args) / "real_training.md",
+        "A real model's training with either engine",
+        "benchmarks/throughput/real_training.py",
+        lines_of(runs),
+        {"runs": runs},
+        facts=[
+            f"GRPO with LoRA on SmolLM2-135M-Instruct, {first['task']} of reasoning-gym, "
+            f"{first['rows']} completions a step"
+        ],
+        device=first["device"],
+    )
+
+
+if __name__ == "__main__":
+    main()
