@@ -49,7 +49,7 @@ QUIET_S = 8.0
 
 
 class Lines:
-    """Prints lines; in a silence one that says for how long the last one has been true.
+    """Prints lines; in a silence one that says what the program has been doing, and for how long.
 
     A context manager. Call it from any thread.
     """
@@ -57,14 +57,19 @@ class Lines:
     def __init__(self, quiet_s: float = QUIET_S) -> None:
         """Prints nothing yet."""
         self._quiet_s = quiet_s
-        self._last, self._since = "starting", time.monotonic()
+        self._doing, self._since = "starting", time.monotonic()
         self._said, self._is_over = threading.Condition(), False
         self._thread = threading.Thread(target=self._run, name="lines", daemon=True)
 
-    def __call__(self, line: str) -> None:
-        """Prints a line."""
+    def __call__(self, line: str, doing: str | None = None) -> None:
+        """Prints a line.
+
+        Args:
+            line: What to print.
+            doing: What goes on from now, if it is not the line.
+        """
         with self._said:
-            self._last, self._since = line, time.monotonic()
+            self._doing, self._since = doing or line, time.monotonic()
             print(line, flush=True)
             self._said.notify()
 
@@ -85,7 +90,7 @@ class Lines:
             while not self._is_over:
                 if not self._said.wait(self._quiet_s):
                     seconds = time.monotonic() - self._since
-                    print(f"  {seconds:.0f} s since: {self._last}", flush=True)
+                    print(f"  {self._doing}: {seconds:.0f} s", flush=True)
 
 
 class Step(NamedTuple):
@@ -142,14 +147,12 @@ class MeasuredRollout(TimedRollout):
 class Training:
     """Trains as a config says, and keeps what happens. For one thread."""
 
-    def __init__(
-        self, config: TrainConfig, say: Callable[[str], None], timeline: Path | None = None
-    ) -> None:
+    def __init__(self, config: TrainConfig, say: Lines, timeline: Path | None = None) -> None:
         """Checks the config and loads the model.
 
         Args:
             config: From `load_config`.
-            say: Called with each line about the run.
+            say: Gets each line about the run.
             timeline: Where a timeline of all steps but the first is written.
         """
         self._config, self._say = config, say
@@ -219,7 +222,8 @@ class Training:
         total = self._config.num_batches
         self._say(
             f"step {step.step:>{len(str(total))}}/{total}  right {step.reward:6.1%}  rollout "
-            f"{step.rollout_s:.1f} s, sync {step.sync_s:.2f} s, trainer {step.trainer_s:.1f} s"
+            f"{step.rollout_s:.1f} s, sync {step.sync_s:.2f} s, trainer {step.trainer_s:.1f} s",
+            f"step {step.step + 1}",
         )
         if step.step % self._every == 0 or step.step == total:
             self._evaluate(step.step)
@@ -231,7 +235,10 @@ class Training:
         self._pending_eval_s += seconds
         self._held_out.append(HeldOut(num_steps, share, seconds))
         write_records(self._config, self._steps, self._held_out)
-        self._say(f"held out, after {num_steps} steps: right {share:.1%} ({seconds:.1f} s)")
+        self._say(
+            f"held out, after {num_steps} steps: right {share:.1%} ({seconds:.1f} s)",
+            f"step {num_steps + 1}" + ", which compiles" * (not num_steps),
+        )
 
 
 def write_records(config: TrainConfig, steps: list[Step], held_out: list[HeldOut]) -> None:
@@ -284,7 +291,7 @@ def main(argv: list[str] | None = None) -> int:
         return _run(args, say)
 
 
-def _run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
+def _run(args: argparse.Namespace, say: Lines) -> int:
     try:
         say("fetching the model, if it is not there")
         model = as_qwen2(get_smollm2())
@@ -292,7 +299,8 @@ def _run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
         say(
             f"GRPO on {config.task.dataset_args['task']}, rollout by {config.rollout_engine}, seed "
             f"{config.seed}, {config.num_batches} steps of {config.batch_size} prompts x "
-            f"{config.num_generations}, on {jax.devices()[0].device_kind}. The first step compiles."
+            f"{config.num_generations}, on {jax.devices()[0].device_kind}; the first compiles",
+            "starting",
         )
         run = Training(config, say, args.timeline).run()
     except (

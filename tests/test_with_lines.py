@@ -26,7 +26,7 @@ def test_lines_until_the_command_ends():
         assert process.stdout is not None
         assert process.stdout.readline() == "waiting\n"
         for _ in range(3):
-            assert process.stdout.readline() == "waiting: 0 s\n"
+            assert process.stdout.readline().startswith("waiting: ")
         process.stdin.write("\n")
         process.stdin.close()
         assert process.wait(LIMIT_S) == 3
