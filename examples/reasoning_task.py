@@ -11,6 +11,7 @@ chat. `TASKS` has settings that are easy enough for a model of 135M parameters.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import sys
@@ -112,9 +113,7 @@ def _gym() -> Any:
             'the tasks need the package reasoning-gym: pip install "reasoning-gym>=0.1.25", or in '
             "a checkout: make install-reasoning"
         )
-    import reasoning_gym
-
-    return reasoning_gym
+    return importlib.import_module("reasoning_gym")
 
 
 def main(argv: list[str] | None = None) -> int:
