@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.lib.reporting import make_parser, output_dir, write_results
 
-_FIELDS = ("reward", "rollout_s", "sync_s", "trainer_s", "end_s")
+_FIELDS = ("reward", "num_tokens", "rollout_s", "sync_s", "trainer_s", "end_s")
 
 
 def read_run(folder: Path) -> dict[str, Any]:
