@@ -49,27 +49,21 @@ QUIET_S = 8.0
 
 
 class Lines:
-    """Prints lines; in a silence one that says what the program has been doing, and for how long.
+    """Prints lines; in a silence one that says how long it has lasted.
 
     A context manager. Call it from any thread.
     """
 
     def __init__(self, quiet_s: float = QUIET_S) -> None:
         """Prints nothing yet."""
-        self._quiet_s = quiet_s
-        self._doing, self._since = "starting", time.monotonic()
+        self._quiet_s, self._since = quiet_s, time.monotonic()
         self._said, self._is_over = threading.Condition(), False
         self._thread = threading.Thread(target=self._run, name="lines", daemon=True)
 
-    def __call__(self, line: str, doing: str | None = None) -> None:
-        """Prints a line.
-
-        Args:
-            line: What to print.
-            doing: What goes on from now, if it is not the line.
-        """
+    def __call__(self, line: str) -> None:
+        """Prints a line."""
         with self._said:
-            self._doing, self._since = doing or line, time.monotonic()
+            self._since = time.monotonic()
             print(line, flush=True)
             self._said.notify()
 
@@ -89,8 +83,7 @@ class Lines:
         with self._said:
             while not self._is_over:
                 if not self._said.wait(self._quiet_s):
-                    seconds = time.monotonic() - self._since
-                    print(f"  {self._doing}: {seconds:.0f} s", flush=True)
+                    print(f"  ... {time.monotonic() - self._since:.0f} s", flush=True)
 
 
 class Step(NamedTuple):
@@ -147,15 +140,22 @@ class MeasuredRollout(TimedRollout):
 class Training:
     """Trains as a config says, and keeps what happens. For one thread."""
 
-    def __init__(self, config: TrainConfig, say: Lines, timeline: Path | None = None) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        say: Callable[[str], None],
+        timeline: Path | None = None,
+        keep: Callable[[Run], None] = lambda run: None,
+    ) -> None:
         """Checks the config and loads the model.
 
         Args:
             config: From `load_config`.
             say: Gets each line about the run.
             timeline: Where a timeline of all steps but the first is written.
+            keep: Gets what happened so far, after each step and evaluation.
         """
-        self._config, self._say = config, say
+        self._config, self._say, self._keep = config, say, keep
         self._every = config.rl_training_config["eval_every_n_steps"]
         # Evaluations are this program's: Tunix's would sample each problem several times.
         training = {**config.rl_training_config, "eval_every_n_steps": config.num_batches + 1}
@@ -218,12 +218,11 @@ class Training:
         )
         self._sync_s = self._pending_eval_s = 0.0
         self._steps.append(step)
-        write_records(self._config, self._steps, self._held_out)
+        self._keep(Run(self._steps, self._held_out))
         total = self._config.num_batches
         self._say(
             f"step {step.step:>{len(str(total))}}/{total}  right {step.reward:6.1%}  rollout "
-            f"{step.rollout_s:.1f} s, sync {step.sync_s:.2f} s, trainer {step.trainer_s:.1f} s",
-            f"step {step.step + 1}",
+            f"{step.rollout_s:.1f} s, sync {step.sync_s:.2f} s, trainer {step.trainer_s:.1f} s"
         )
         if step.step % self._every == 0 or step.step == total:
             self._evaluate(step.step)
@@ -234,19 +233,16 @@ class Training:
         seconds = time.perf_counter() - start
         self._pending_eval_s += seconds
         self._held_out.append(HeldOut(num_steps, share, seconds))
-        write_records(self._config, self._steps, self._held_out)
-        self._say(
-            f"held out, after {num_steps} steps: right {share:.1%} ({seconds:.1f} s)",
-            f"step {num_steps + 1}" + ", which compiles" * (not num_steps),
-        )
+        self._keep(Run(self._steps, self._held_out))
+        self._say(f"held out, after {num_steps} steps: right {share:.1%} ({seconds:.1f} s)")
 
 
-def write_records(config: TrainConfig, steps: list[Step], held_out: list[HeldOut]) -> None:
-    """Writes the settings of a run, and its steps and evaluations so far."""
+def write_records(config: TrainConfig, run: Run) -> None:
+    """Writes the settings of a run, its steps and its evaluations."""
     content = {
         "settings": {"device": jax.devices()[0].device_kind, **dataclasses.asdict(config)},
-        "steps": [step._asdict() for step in steps],
-        "held_out": [each._asdict() for each in held_out],
+        "steps": [step._asdict() for step in run.steps],
+        "held_out": [each._asdict() for each in run.held_out],
     }
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -299,10 +295,9 @@ def _run(args: argparse.Namespace, say: Lines) -> int:
         say(
             f"GRPO on {config.task.dataset_args['task']}, rollout by {config.rollout_engine}, seed "
             f"{config.seed}, {config.num_batches} steps of {config.batch_size} prompts x "
-            f"{config.num_generations}, on {jax.devices()[0].device_kind}; the first compiles",
-            "starting",
+            f"{config.num_generations}, on {jax.devices()[0].device_kind}; the first compiles"
         )
-        run = Training(config, say, args.timeline).run()
+        run = Training(config, say, args.timeline, functools.partial(write_records, config)).run()
     except (
         UnreachableError,
         ChecksumError,

@@ -75,16 +75,14 @@ def test_a_silence_has_lines_too(monkeypatch):
 
     def take(line: str, **_: object) -> None:
         lines.append(line)
-        if sum(each.startswith("  training: ") for each in lines) == 3:
+        if "loaded" in lines and sum(each.startswith("  ... ") for each in lines) > 3:
             has_three.set()
 
     monkeypatch.setattr("builtins.print", take)
     with grpo_reasoning.Lines(quiet_s=0.01) as say:
-        say("loaded", "training")
+        say("loaded")
         assert has_three.wait(LIMIT_S)
     assert "loaded" in lines
-    kinds = {line.partition(":")[0] for line in lines}
-    assert kinds - {"  starting"} == {"loaded", "  training"}
 
 
 @pytest.mark.real
