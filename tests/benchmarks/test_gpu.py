@@ -109,7 +109,7 @@ def climbed(output, *args: str) -> dict[str, dict[str, Any]]:
 @pytest.mark.slow
 def test_some_rungs_run(tmp_path, capsys):
     """The first, a change and the deterministic one."""
-    names = ["JAX and a kernel", gpu_ladder.BASE, "norms and gates in products"]
+    names = ["JAX and a kernel", gpu_ladder.BASE, "products of one input, and gates, in one kernel"]
     names += ["deterministic: all fused"]
     rungs = climbed(tmp_path / "ladder.md", "--only", *names)
     assert list(rungs) == names
