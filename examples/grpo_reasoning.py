@@ -28,7 +28,7 @@ import jax
 from absl import logging as absl_logging
 
 from get_smollm2 import ChecksumError, MissingPackageError, UnreachableError, get_smollm2
-from reasoning_plot import write_plot
+from reasoning_plot import RECORDS, write_plot
 from reasoning_task import TASKS
 from sgljax_engine import InvalidConfigError
 from smollm2_as_qwen2 import as_qwen2
@@ -43,7 +43,6 @@ from tunix_sgljax.training.task import batches
 CONFIG = Path(__file__).resolve().parents[1] / "configs/grpo_reasoning.yaml"
 
 
-RECORDS = "records.json"
 QUIET_S = 8.0
 """Seconds without a line after which one says that the program still runs."""
 

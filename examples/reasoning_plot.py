@@ -16,6 +16,9 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+RECORDS = "records.json"
+"""The file of a run, in its folder."""
+
 WINDOW = 5
 """Steps over which the sampled share is averaged."""
 
@@ -57,8 +60,8 @@ def write_plot(path: Path, curves: Sequence[Curve]) -> None:
 
 
 def read_run(folder: Path) -> Curve:
-    """A run's curve, from its records.json."""
-    content = json.loads((folder / "records.json").read_text(encoding="utf-8"))
+    """A run's curve, from its `RECORDS`."""
+    content = json.loads((folder / RECORDS).read_text(encoding="utf-8"))
     steps, held_out = (
         [SimpleNamespace(**each) for each in content[key]] for key in ("steps", "held_out")
     )
