@@ -15,6 +15,7 @@ from benchmarks.lib.turns import timed
 from sgljax_engine.kernels.gpu import linear
 from sgljax_engine.layers.basic import Layout, rms_norm
 from sgljax_engine.layers.basic import linear as xla_linear
+from sgljax_engine.layers.fused import HOPPER
 from sgljax_engine.layers.int8 import Int8Weight, int8_linear
 
 NUM_LAYERS = 8
@@ -240,7 +241,7 @@ def _program(variant: Variant) -> Callable[..., jax.Array]:
 
 def _require_hopper() -> None:
     device = jax.devices()[0]
-    if str(getattr(device, "compute_capability", "")) != "9.0":
+    if str(getattr(device, "compute_capability", "")) != HOPPER:
         raise NotHereError(f"it needs a Hopper GPU, the device is of kind {device.device_kind!r}")
 
 
