@@ -157,7 +157,7 @@ class Ends(NamedTuple):
 
 @pytest.fixture
 def ends(monkeypatch):
-    """The engine's state whenever a rollout is closed, without its prefix cache; child processes."""
+    """Its engine's state when a rollout is closed, without the prefix cache; child processes."""
     ends = Ends(states=[], processes_before={*psutil.Process().children()})
     close = SglJaxRollout.close
 
