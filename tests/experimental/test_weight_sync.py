@@ -9,9 +9,6 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from tunix.experimental.orchestrator.weight_sync_coordinator import (  # pyright: ignore[reportMissingImports]
-    StaleRoundError,
-)
 
 from sgljax_engine import (
     EngineStateError,
@@ -40,6 +37,7 @@ from tests.experimental.parts import (
 )
 from tests.threads import held, running
 from tunix_sgljax.experimental import InProcessSource, InProcessTransport
+from tunix_sgljax.experimental.layout import StaleRoundError
 
 A_FEW_SCALARS = 1000
 """Bytes that a sampled request may leave on the device."""

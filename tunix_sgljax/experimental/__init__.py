@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import importlib.util
 from importlib import metadata
-from pathlib import Path
 
 
 def _require_experimental() -> None:
     """Raises ImportError without `tunix.experimental`, and names the required version."""
-    spec = importlib.util.find_spec("tunix")
-    file = Path("experimental", "rollout", "sampler.py")
-    if spec is not None and spec.origin and (Path(spec.origin).parent / file).is_file():
-        return
+    try:
+        if importlib.util.find_spec("tunix.experimental.rollout.sampler") is not None:
+            return
+    except ModuleNotFoundError:
+        pass  # of a parent
     try:
         found = f"google-tunix {metadata.version('google-tunix')} is installed"
     except metadata.PackageNotFoundError:
@@ -29,8 +29,16 @@ def _require_experimental() -> None:
 
 _require_experimental()
 
+from tunix_sgljax.experimental.artifacts import WeightFolder, WeightFolderSource  # noqa: E402
 from tunix_sgljax.experimental.sampler import SglJaxSampler  # noqa: E402
 from tunix_sgljax.experimental.transport import InProcessSource, InProcessTransport  # noqa: E402
 from tunix_sgljax.experimental.worker import SglJaxRolloutWorker  # noqa: E402
 
-__all__ = ["InProcessSource", "InProcessTransport", "SglJaxRolloutWorker", "SglJaxSampler"]
+__all__ = [
+    "InProcessSource",
+    "InProcessTransport",
+    "SglJaxRolloutWorker",
+    "SglJaxSampler",
+    "WeightFolder",
+    "WeightFolderSource",
+]

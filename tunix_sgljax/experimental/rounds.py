@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tunix.experimental.orchestrator.weight_sync_coordinator import (  # pyright: ignore[reportMissingImports]
-    StaleRoundError,
-    WorkerRoundTracker,
-)
+from tunix_sgljax.experimental.layout import StaleRoundError, WorkerRoundTracker
 
 _OVER = ("committed", "aborted")
 _OPENING = ("prepared", "aborted")

@@ -7,10 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from tunix.experimental.orchestrator.weight_sync import (  # pyright: ignore[reportMissingImports]
-    WorkUnitId,
-    WorkUnitMetadata,
-)
+from flax.traverse_util import unflatten_dict
 from tunix.experimental.rollout.sampler import (  # pyright: ignore[reportMissingImports]
     LoadInfo,
     SamplingResponse,
@@ -23,6 +20,8 @@ from sgljax_engine import (
     StagedWeights,
 )
 from tunix_sgljax.experimental import requests
+from tunix_sgljax.experimental.artifacts import find_artifact, read_artifact
+from tunix_sgljax.experimental.layout import WorkUnitId, WorkUnitMetadata
 from tunix_sgljax.experimental.rounds import SyncRounds
 from tunix_sgljax.experimental.transport import InProcessTransport, unit_metadata
 from tunix_sgljax.in_flight.policy_versions import PolicyVersions
@@ -71,9 +70,10 @@ class SglJaxSampler:
             server_id: The sampler's name.
             rollout: The rollout that samples and maps weights, see `create_sgljax_rollout`. `stop`
                 closes it.
-            transport: Transport of the weights. None takes them from each request: `weights` in its
-                `extra_config`, parameters as for `SglJaxRollout.update_params` or the path of a
-                Hugging Face folder.
+            transport: Transport of the weights in this process. None takes them from each request:
+                `weights` in its `extra_config`, parameters as for `SglJaxRollout.update_params` or
+                the path of a Hugging Face folder; or the safetensors file that its
+                `source_metadata` names, see `WeightFolder`.
             policy_version: Version of the rollout's current weights.
 
         Raises:
@@ -218,8 +218,20 @@ class SglJaxSampler:
 
     # ------------------------------------------------------------------ weight sync
 
-    async def bind_weight_sync(self, **kwargs: Any) -> None:
-        """Prepares for `get_weight_sync_metadata`: builds the engine. Idempotent."""
+    def get_target_state(self) -> dict[str, Any]:
+        """Names, shapes and dtypes that a trainer is to send; builds the engine.
+
+        They are the actor's own parameters, so nothing needs to be converted: a nested dict of
+        `jax.ShapeDtypeStruct`, or only the LoRA leaves of an actor that has any.
+        """
+        return unflatten_dict(self._rollout.weight_specs, sep=".")
+
+    async def bind_weight_sync(self, sync_request: Any = None, **kwargs: Any) -> None:
+        """Prepares for `get_weight_sync_metadata`: builds the engine. Idempotent.
+
+        Later releases of Tunix pass the request of the round.
+        """
+        del sync_request
         _refuse_options("bind_weight_sync", kwargs)
         await asyncio.to_thread(self.initialize)
 
@@ -408,7 +420,7 @@ class SglJaxSampler:
 
     async def _stage(self, sync_request: Any) -> StagedWeights:
         engine = self._rollout.engine
-        params = self._arrived(sync_request)
+        params = await asyncio.to_thread(self._arrived, sync_request)  # may read a file
         if isinstance(params, str):
             if self._rollout.lora_report is not None:
                 raise InvalidRequestError(
@@ -424,10 +436,14 @@ class SglJaxSampler:
         extra = getattr(sync_request, "extra_config", None) or {}
         if extra.get("weights") is not None:
             return extra["weights"]
+        artifact = find_artifact(sync_request)
+        if artifact is not None:
+            return read_artifact(artifact)
         if self._transport is None:
             raise InvalidRequestError(
-                "weight_sync needs weights: give the sampler a transport, or the request "
-                "extra_config={'weights': parameters or the path of a folder}"
+                "weight_sync needs weights: give the sampler a transport, the source a "
+                "WeightFolder, or the request extra_config={'weights': parameters or the path of a "
+                "folder}"
             )
         return self._transport.take(self._unit, extra.get("req_id"))
 

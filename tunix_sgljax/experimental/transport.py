@@ -10,15 +10,15 @@ import jax
 from tunix.experimental.common.datatypes import (  # pyright: ignore[reportMissingImports]
     WorkerInfo,
 )
-from tunix.experimental.orchestrator.weight_sync import (  # pyright: ignore[reportMissingImports]
+
+from sgljax_engine import EngineStateError, InvalidRequestError, flatten_named
+from tunix_sgljax.experimental.layout import (
     TensorMetadata,
     TransferResult,
     WeightSyncHandler,
     WorkUnitId,
     WorkUnitMetadata,
 )
-
-from sgljax_engine import EngineStateError, InvalidRequestError, flatten_named
 
 
 class InProcessTransport(WeightSyncHandler):
