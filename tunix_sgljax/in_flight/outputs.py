@@ -13,15 +13,19 @@ from tunix.rl.rollout.base_rollout import RolloutOutput
 
 @dataclasses.dataclass
 class VersionedRolloutOutput(RolloutOutput):
-    """Tunix's RolloutOutput with the weights behind each token.
+    """Tunix's RolloutOutput with the weights and the experts behind each token.
 
     Attributes:
+        routed_experts: For each completion the experts of its prompt's and its own `tokens`, an
+            array [tokens, layers, experts of a token], without the very last sampled token, which
+            goes through none. None if they were not asked for. Tunix has the field after 0.1.7.
         weight_versions: For each completion an int32 array as long as its `tokens`: the engine's
             weight version that sampled each. They differ within a completion that was running
             during a weight update.
     """
 
-    weight_versions: list[np.ndarray]
+    routed_experts: list[np.ndarray | None] | None = dataclasses.field(default=None, kw_only=True)
+    weight_versions: list[np.ndarray] = dataclasses.field(kw_only=True)
 
 
 class OutputRecorder:

@@ -85,6 +85,7 @@ class EngineBuilder:
         asked = engine_options.ask_options(config)
         wanted = {**asked.values, **self.explicit_options}.get("max_model_len", 0)
         self.model_config = self._find_model_config(config, wanted)
+        asked = self._for_model(asked)
         lengths = map(engine_options.implied_model_len, (config, *configs.values()))
         engine_config = engine_options.make_engine_config(
             asked, self.explicit_options, min(max(lengths), self.model_config.context_length)
@@ -135,7 +136,12 @@ class EngineBuilder:
         Raises:
             InvalidConfigError: names the option and both values.
         """
-        engine_options.check_same_engine(config, self.engine_config, self.explicit_options)
+        asked = self._for_model(engine_options.ask_options(config))
+        engine_options.check_same_engine(asked, self.engine_config, self.explicit_options)
+
+    def _for_model(self, asked: engine_options.AskedOptions) -> engine_options.AskedOptions:
+        has_experts = self.model_config.moe is not None
+        return asked if has_experts else engine_options.without_experts(asked)
 
     def check_same_mapping(self, config: RolloutConfig) -> None:
         """Refuses another mapping of weights than the planned engine's."""

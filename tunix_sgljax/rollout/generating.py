@@ -141,6 +141,14 @@ def to_rollout_output(
             np.asarray(sampling.pick_logprobs(output, logprobs_mode)[:length], np.float32)
             for output, length in rows
         ]
+    # A RolloutConfig of 0.1.7 cannot say what it wants: it gets what the engine has.
+    wants_experts = getattr(config, "return_routed_experts", True)
+    experts = [
+        None
+        if output.routed_experts is None
+        else output.routed_experts[: len(output.prompt_ids) + length]
+        for output, length in rows
+    ]
     return VersionedRolloutOutput(
         text=[output.text for output in outputs],
         logits=[],
@@ -149,6 +157,7 @@ def to_rollout_output(
             prompt_ids, config.max_prompt_length, pad_id
         ),
         logprobs=logprobs,
+        routed_experts=experts if wants_experts and experts[0] is not None else None,
         weight_versions=[
             np.asarray(output.token_weight_versions[:length], np.int32) for output, length in rows
         ],

@@ -74,6 +74,15 @@ def ask_options(config: RolloutConfig) -> AskedOptions:
     return AskedOptions(values=values, sources=sources, unused=unused)
 
 
+def without_experts(asked: AskedOptions) -> AskedOptions:
+    """The options for a model without experts, whose routing Tunix lets one ask for in vain."""
+    option, field = "enable_return_routed_experts", "return_routed_experts"
+    if asked.sources.get(option) != field:
+        return asked
+    values = {name: value for name, value in asked.values.items() if name != option}
+    return dataclasses.replace(asked, values=values)
+
+
 def make_engine_config(
     asked: AskedOptions, explicit: Mapping[str, Any], implied_model_len: int
 ) -> EngineConfig:
@@ -105,12 +114,12 @@ def implied_model_len(config: RolloutConfig) -> int:
 
 
 def check_same_engine(
-    config: RolloutConfig, running: EngineConfig, overridden: Collection[str]
+    asked: AskedOptions, running: EngineConfig, overridden: Collection[str]
 ) -> None:
     """Refuses engine fields of a config that differ from those the engine was made with.
 
     Args:
-        config: Config of a later call; fields at their defaults ask for nothing.
+        asked: What the config of a later call asks for; fields at their defaults ask for nothing.
         running: Configuration of the running engine.
         overridden: Names of explicit options, which override any config.
 
@@ -124,7 +133,6 @@ def check_same_engine(
         for field in dataclasses.fields(group)
         if not dataclasses.is_dataclass(getattr(group, field.name))
     }
-    asked = ask_options(config)
     for name, value in asked.values.items():
         if name.endswith("_buckets") and isinstance(value, (list, tuple)):
             value = tuple(sorted(set(value)))  # as in the engine's config

@@ -46,6 +46,9 @@ class RolloutField:
 
 
 _NEW = (
+    "return_routed_experts",
+    "rollout_vllm_free_kv_cache_during_weight_sync",
+    "rollout_vllm_overlap_postprocessing",
     "rollout_vllm_server_mode_submission_threshold",
     "rollout_vllm_server_mode_submission_timeout_s",
 )
@@ -99,6 +102,8 @@ tensor_parallel_size | mapped | tp_size | -1 takes the size of the mesh's tensor
 data_parallel_size | mapped | data_parallel_size | -1 takes all devices that `tensor_parallel_size`
   leaves
 expert_parallel_size | checked | - | 1 or -1; experts are sharded over the tensor axis
+return_routed_experts | mapped | enable_return_routed_experts | `routed_experts` of the output are
+  [those of each token](sampling.md#experts); a model without experts has none
 """
 )
 """Fields of model and mesh."""
@@ -157,6 +162,9 @@ hf_config_path | named | - | shape and weights come from the actor
 additional_config | named | - | settings of vLLM's TPU plugin and of MaxText
 enable_dp_attention | named | - | the mesh decides how the engine is sharded
 delete_dst_buffers | named | - | old weights are freed when the new ones serve
+free_kv_cache_during_weight_sync | named | - | `SglJaxRollout(release_kv_between_steps=True)` frees
+  it, and so during a sync
+overlap_postprocessing | named | - | texts are always made while the device runs
 max_num_batched_tokens | translated | chunked_prefill_size | the maximum tokens of a prefill; its
   activations take memory beside the KV cache
 max_num_seqs | translated | max_running_requests |
