@@ -58,7 +58,7 @@ def test_a_round_through_a_folder(model, other_model, tmp_path, as_dict):
 
     with new_sampler(model) as sampler:
         run(scenario(sampler))
-    assert list(source.folder.iterdir()) == []
+    assert list((tmp_path / "weights").iterdir()) == []
 
 
 def test_lora_pairs_come_alone(tmp_path):
@@ -98,7 +98,7 @@ def test_what_is_no_file_of_weights_is_refused(model, tmp_path):
 
     with new_sampler(model) as sampler:
         run(scenario(sampler))
-    with pytest.raises(InvalidRequestError, match="no parameters"):
+    with pytest.raises(InvalidRequestError, match="holds no parameters"):
         run(WeightFolderSource(tmp_path, dict).prepare_weight_sync())
 
 

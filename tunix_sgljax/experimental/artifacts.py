@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flax import nnx
 from safetensors.numpy import save_file
 from tunix.experimental.common.datatypes import (  # pyright: ignore[reportMissingImports]
     WorkerInfo,
@@ -23,6 +24,7 @@ from tunix_sgljax.experimental.layout import (
     WorkUnitMetadata,
 )
 from tunix_sgljax.experimental.transport import unit_metadata
+from tunix_sgljax.lora import is_lora_name
 
 _FIELDS = ("artifact_uri", "artifact_path")
 """Fields of WorkUnitMetadata for what a source prepared; c7d8950f has neither."""
@@ -63,12 +65,82 @@ class WeightFolder(WeightSyncHandler):
         return TransferResult(req_id=req_id or "", success=not problem, message=problem)
 
 
-class WeightFolderSource:
-    """The trainer's side of a `WeightFolder`: a `WeightSyncSource` that writes safetensors files.
+class WeightFolderWriter:
+    """Writes weights into a folder for samplers to read; one file at a time.
 
-    Attributes:
-        folder: Where the files are written.
+    It is what Tunix's PeftTrainer takes as `weight_sync_worker_factory`: for each sync it calls
+    `bind`, `d2h` and `work_unit_metadata`, on one thread.
     """
+
+    def __init__(self, folder: str | Path, name: str = "trainer") -> None:
+        """Makes the folder, and writes nothing yet.
+
+        Args:
+            folder: A folder that the samplers see under the same path.
+            name: Name of the work unit.
+        """
+        self._folder = Path(folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._name = name
+        self._params: dict[str, Any] = {}
+        self._file: Path | None = None
+
+    @property
+    def bound(self) -> bool:
+        """Whether there are parameters."""
+        return bool(self._params)
+
+    def bind(self, state: Any) -> None:
+        """Takes the parameters to write, by the actor's names: only the LoRA leaves if there are.
+
+        Args:
+            state: An `nnx.State`, of which only parameters are taken, or a pytree of arrays.
+
+        Raises:
+            InvalidRequestError: when there are none.
+        """
+        if isinstance(state, nnx.State):
+            state = nnx.filter_state(state, nnx.Param)
+        params = flatten_named(state)
+        pairs = {name: x for name, x in params.items() if is_lora_name(name)}
+        self._params = pairs or params
+        if not self._params:
+            raise InvalidRequestError("the state to sync holds no parameters")
+
+    def d2h(self) -> None:
+        """Writes the parameters to a new file, and removes the file of the round before."""
+        self.remove()
+        file = self._folder / f"{self._name}-{uuid.uuid4().hex}{_SUFFIX}"
+        # Under another name first: a file with this name is whole. Contiguous, since safetensors
+        # writes an array's memory as it lies.
+        unfinished = file.with_suffix(".unfinished")
+        arrays = {name: np.ascontiguousarray(x) for name, x in self._params.items()}
+        save_file(arrays, unfinished)
+        self._file = unfinished.replace(file)
+
+    def work_unit_metadata(self) -> WorkUnitMetadata:
+        """The unit, its tensors, and the file."""
+        assert self._file is not None, "d2h comes first"
+        unit = unit_metadata(WorkUnitId(job_name=self._name), self._params)
+        return _with_artifact(unit, self._file)
+
+    def metrics(self) -> dict[str, Any]:
+        """The file of this round."""
+        return {"file": str(self._file)}
+
+    def checksums(self) -> dict[str, float]:
+        """The sum of each parameter, in float64; for Tunix's VERIFY_WEIGHTS."""
+        return {name: float(np.asarray(x, np.float64).sum()) for name, x in self._params.items()}
+
+    def remove(self) -> None:
+        """Removes the round's file. Idempotent."""
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+            self._file = None
+
+
+class WeightFolderSource:
+    """The trainer's side of a `WeightFolder` beside a coordinator: a `WeightSyncSource`."""
 
     def __init__(
         self, folder: str | Path, read_params: Callable[[], Any], name: str = "trainer"
@@ -81,11 +153,9 @@ class WeightFolderSource:
                 `nnx.State`.
             name: Name of the worker and of its work unit.
         """
-        self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
         self._read_params = read_params
         self._name = name
-        self._file: Path | None = None
+        self._writer = WeightFolderWriter(folder, name)
 
     def info(self) -> WorkerInfo:
         """A worker of the role "trainer"."""
@@ -97,28 +167,15 @@ class WeightFolderSource:
         Raises:
             InvalidRequestError: when there are none.
         """
-        await self.release_weight_sync(sync_request)
-        params = flatten_named(self._read_params())
-        if not params:
-            raise InvalidRequestError("read_params returned no parameters")
-        self._file = self.folder / f"{self._name}-{uuid.uuid4().hex}{_SUFFIX}"
-        await asyncio.to_thread(_write, params, self._file)
-        return [_with_artifact(unit_metadata(WorkUnitId(job_name=self._name), params), self._file)]
+        del sync_request
+        self._writer.bind(self._read_params())
+        await asyncio.to_thread(self._writer.d2h)
+        return [self._writer.work_unit_metadata()]
 
     async def release_weight_sync(self, sync_request: Any = None) -> None:
         """Removes the round's file. Idempotent."""
         del sync_request
-        if self._file is not None:
-            self._file.unlink(missing_ok=True)
-            self._file = None
-
-
-def _write(params: Mapping[str, Any], file: Path) -> None:
-    """Writes under another name first, so that a file with its name is whole."""
-    unfinished = file.with_suffix(".unfinished")
-    # Contiguous: safetensors writes an array's memory as it lies.
-    save_file({name: np.ascontiguousarray(x) for name, x in params.items()}, unfinished)
-    unfinished.replace(file)
+        self._writer.remove()
 
 
 def _with_artifact(metadata: WorkUnitMetadata, file: Path) -> WorkUnitMetadata:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -54,6 +55,7 @@ class SglJaxSampler:
 
     Attributes:
         server_id: The sampler's name.
+        on_response: Called with each response, on the event loop; or None.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class SglJaxSampler:
                 "SglJaxSampler needs a rollout with lora='merged': it stages whole weights"
             )
         self.server_id = server_id
+        self.on_response: Callable[[SamplingResponse], None] | None = None
         self._rollout = rollout
         self._transport = transport
         self._unit = WorkUnitId(job_name="rollout", job_replica_id=server_id)
@@ -129,8 +132,12 @@ class SglJaxSampler:
     async def stop(self, **kwargs: Any) -> bool:
         """Shuts the engine down; unfinished requests fail. Idempotent."""
         _refuse_options("stop", kwargs)
-        await asyncio.to_thread(self._rollout.close)
+        await asyncio.to_thread(self.close)
         return True
+
+    def close(self) -> None:
+        """Does what `stop` does, from any thread."""
+        self._rollout.close()
 
     async def pause(self, **kwargs: Any) -> bool:
         """Stops generating until `resume`; requests keep their tokens, and new ones wait."""
@@ -214,6 +221,9 @@ class SglJaxSampler:
             )
             for request, config, own, output in zip(wanted, configs, routed, outputs, strict=True)
         ]
+        if self.on_response is not None:
+            for response in responses:
+                self.on_response(response)
         return responses[0] if is_single else responses
 
     # ------------------------------------------------------------------ weight sync
@@ -385,6 +395,10 @@ class SglJaxSampler:
                 "total_kv_tokens": state.total_kv_tokens,
             },
         )
+
+    def find_differing_weights(self, params: Any) -> list[str]:
+        """See `SglJaxRollout.find_differing_weights`."""
+        return self._rollout.find_differing_weights(params)
 
     # ------------------------------------------------------------------ the parts of phases
 

@@ -6,7 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from tunix.experimental.common.datatypes import (  # pyright: ignore[reportMissingImports]
+    RolloutRequest,
     WorkerState,
+)
+from tunix.experimental.rollout.sampler import (  # pyright: ignore[reportMissingImports]
+    SamplingResponse,
 )
 from tunix.experimental.worker.rollout_worker import (  # pyright: ignore[reportMissingImports]
     RolloutConfig,
@@ -14,6 +18,7 @@ from tunix.experimental.worker.rollout_worker import (  # pyright: ignore[report
 )
 
 from sgljax_engine import InvalidConfigError
+from tunix_sgljax.experimental.artifacts import read_artifact
 from tunix_sgljax.experimental.sampler import SglJaxSampler
 
 
@@ -21,8 +26,9 @@ class SglJaxRolloutWorker(RolloutWorker):
     """A RolloutWorker with abortable rounds, and with the policy version of the serving weights.
 
     Tunix's own worker does not pass an abort to its sampler, which would stay closed; it counts a
-    version when weights are staged, published or not; and it closes admission for calls of older
-    rounds.
+    version when weights are staged, published or not; it closes admission for calls of older
+    rounds; and its episodes have version 0, so that a queue with `max_staleness` drops all of them
+    after the first update. Here an episode has the oldest version that sampled one of its tokens.
     """
 
     def __init__(
@@ -58,6 +64,48 @@ class SglJaxRolloutWorker(RolloutWorker):
         )
         self._sampler = sampler
         self._policy_version = sampler.policy_version
+        self._episodes: dict[str, int | None] = {}  # oldest version by id; None without tokens
+        sampler.on_response = self._note_version
+
+    def close(self) -> None:
+        """Stops the worker and shuts its engine down. Any thread."""
+        self.stop()
+        self._sampler.close()
+
+    def find_differing_weights(self, artifact: str) -> list[str]:
+        """Names of serving weights that are not those of a safetensors file, see `WeightFolder`.
+
+        Raises:
+            WeightLoadError: for no such file.
+        """
+        return self._sampler.find_differing_weights(read_artifact(artifact))
+
+    async def generate(self, requests: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Samples prompts or plays episodes, as Tunix's worker does."""
+        given = requests if isinstance(requests, (list, tuple)) else [requests]
+        ids = [each.traj_id for each in given if isinstance(each, RolloutRequest)]
+        self._episodes.update((traj_id, None) for traj_id in ids)
+        try:
+            return await super().generate(requests, *args, **kwargs)
+        finally:
+            for traj_id in ids:
+                self._episodes.pop(traj_id, None)
+
+    def _note_version(self, response: SamplingResponse) -> None:
+        """Takes the policy version of a turn of an episode."""
+        if response.request_id not in self._episodes:
+            return
+        before, version = self._episodes[response.request_id], response.metadata["policy_version"]
+        self._episodes[response.request_id] = version if before is None else min(before, version)
+
+    def _to_rollout_response(self, item: Any, *args: Any, **kwargs: Any) -> Any:
+        response = super()._to_rollout_response(item, *args, **kwargs)
+        version = self._episodes.get(getattr(item, "trajectory_id", ""))
+        if version is not None:
+            for holder in (response, getattr(response, "payload", None)):
+                if hasattr(holder, "policy_version"):
+                    holder.policy_version = version
+        return response
 
     async def pre_weight_sync(self, sync_request: Any = None, **kwargs: Any) -> Any:
         """Drains episodes, then calls `SglJaxSampler.pre_weight_sync`."""

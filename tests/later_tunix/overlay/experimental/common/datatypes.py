@@ -45,6 +45,14 @@ class WeightSyncRequest(Request):
     extra_config: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(kw_only=True)
+class RolloutRequest(Request):
+    """An episode to play."""
+
+    prompt: Any = None
+    traj_id: str = ""
+
+
 class WorkerState(enum.StrEnum):
     """States of a worker."""
 
