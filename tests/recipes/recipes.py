@@ -24,6 +24,35 @@ _VLLM_KWARGS = {
 }
 
 
+_FROZENLAKE: dict[str, Any] = {
+    "temperature": 0.7,
+    "top_p": 1.0,
+    "top_k": 0,
+    "return_logprobs": True,
+}
+_FROZENLAKE_KWARGS: dict[str, Any] = {
+    **_VLLM_KWARGS,
+    "enable_prefix_caching": False,
+    "dtype": "bfloat16",
+    "hf_overrides": {
+        "final_logit_softcapping": 30.0,
+        "text_config": {"final_logit_softcapping": 30.0},
+        "architectures": ["Gemma4ForCausalLM"],
+    },
+}
+_FROZENLAKE_GRPO: dict[str, Any] = {
+    "beta": 0.0,
+    "epsilon": 0.003,
+    "epsilon_high": 0.005,
+    "loss_algo": "gspo-token",
+    "loss_agg_mode": "sequence-mean-token-mean",
+    "kl_loss_mode": "low_var_kl",
+    "advantage_estimator": "rloo",
+    "sampler_is": "token",
+    "sampler_is_threshold": 2.0,
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
     """One recipe.
@@ -39,7 +68,8 @@ class Recipe:
         engine: What it names as `rollout_engine`.
         lora: The module path of its LoRA rule; None trains all weights.
         mesh: Of the trainer and, if there is no `rollout_mesh`, of the rollout: fsdp, tp.
-        rollout_mesh: Of the rollout on devices of its own.
+        rollout_mesh: Of the rollout, if it differs: on devices of its own, or on the trainer's.
+        shares_devices: Whether the rollout's mesh is made of the trainer's devices.
         rollout: Fields of RolloutConfig but lengths.
         eval_rollout: Those that differ in its evaluation config, if it has one.
         section: The section for the engine that its YAML fills in.
@@ -47,6 +77,7 @@ class Recipe:
         dtype: What its model computes in; weights are stored in float32.
         algorithm: Fields of its GRPOConfig or PPOConfig.
         has_turns: Whether episodes have several turns.
+        evaluates: Whether it evaluates the rollout before and after its training, by itself.
         waits_for: What it cannot run without, instead of running it.
         stops_at: What of it does not run, though its training does.
         remark: What a reader should know about a recipe that runs.
@@ -62,6 +93,7 @@ class Recipe:
     lora: str | None = None
     mesh: tuple[int, int] = (2, 4)
     rollout_mesh: tuple[int, int] | None = None
+    shares_devices: bool = False
     rollout: Mapping[str, Any] = dataclasses.field(default_factory=lambda: _GSM8K)
     eval_rollout: Mapping[str, Any] | None = None
     section: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -69,6 +101,7 @@ class Recipe:
     dtype: Literal["float32", "bfloat16"] = "float32"
     algorithm: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     has_turns: bool = False
+    evaluates: bool = False
     waits_for: str = ""
     stops_at: str = ""
     remark: str = ""
@@ -76,7 +109,8 @@ class Recipe:
     def meshes(self) -> tuple[tuple[int, int], tuple[int, int] | None]:
         """The meshes it is run on: the longest axes are halved until `NUM_DEVICES` are enough."""
         shapes = [list(self.mesh)] + ([list(self.rollout_mesh)] if self.rollout_mesh else [])
-        while sum(fsdp * tp for fsdp, tp in shapes) > NUM_DEVICES:
+        count = max if self.shares_devices else sum
+        while count(fsdp * tp for fsdp, tp in shapes) > NUM_DEVICES:
             for shape in shapes:
                 longest = shape.index(max(shape))
                 shape[longest] = max(shape[longest] // 2, 1)
@@ -124,7 +158,6 @@ def _waiting(number: int, title: str, source: str, way: Any, waits_for: str) -> 
     )
 
 
-_GEMMA4 = "a trial; its model runs in recipe 14"
 _DISAGG_8B: dict[str, Any] = {
     "hbm_utilization": 0.4,
     "tpu_backend_type": "jax",
@@ -325,19 +358,64 @@ RECIPES = (
         has_turns=True,
         remark="on many hosts it was not tried",
     ),
-    _waiting(
-        24,
-        "FrozenLake, Gemma 4 E2B",
-        "examples/frozenlake/train_frozenlake.py",
-        "script",
-        _GEMMA4,
+    Recipe(
+        number=24,
+        title="FrozenLake, Gemma 4 E2B",
+        source="examples/frozenlake/train_frozenlake.py",
+        way="script",
+        learner="agentic",
+        model="gemma4",
+        engine="vllm",
+        mesh=(8, 1),
+        rollout_mesh=(2, 4),
+        shares_devices=True,
+        rollout={
+            **_FROZENLAKE,
+            **_VLLM_FIELDS,
+            "rollout_vllm_model_version": "google/gemma-4-E2B-it",
+            "rollout_vllm_hbm_utilization": 0.2,
+            "rollout_vllm_async_scheduling": False,
+            "rollout_vllm_init_with_random_weights": True,
+            "rollout_vllm_max_num_seqs": 32,
+            "rollout_vllm_max_num_batched_tokens": 8192,
+            "rollout_vllm_kwargs": _FROZENLAKE_KWARGS,
+            "rollout_vllm_sampling_kwargs": {"skip_special_tokens": False},
+            "tensor_parallel_size": "tp",
+            "data_parallel_size": "fsdp",
+        },
+        dtype="bfloat16",
+        algorithm=_FROZENLAKE_GRPO,
+        has_turns=True,
     ),
-    _waiting(
-        25,
-        "FrozenLake, Gemma 4 E2B",
-        "examples/frozenlake/configs/gemma4_e2b.yaml",
-        "cli",
-        _GEMMA4,
+    Recipe(
+        number=25,
+        title="FrozenLake, Gemma 4 E2B",
+        source="examples/frozenlake/configs/gemma4_e2b.yaml",
+        way="cli",
+        learner="agentic",
+        model="gemma4",
+        engine="vllm",
+        mesh=(8, 1),
+        rollout={
+            **_FROZENLAKE,
+            "rollout_vllm_init_with_random_weights": True,
+            "rollout_vllm_sampling_kwargs": {"skip_special_tokens": False},
+        },
+        section={
+            "model_version": "google/gemma-4-E2B-it",
+            "hbm_utilization": 0.2,
+            "tpu_backend_type": "jax",
+            "server_mode": True,
+            "async_scheduling": False,
+            "max_num_seqs": 32,
+            "max_num_batched_tokens": 8192,
+            "data_parallel_size": 1,
+            "tensor_parallel_size": 8,
+            "kwargs": _FROZENLAKE_KWARGS,
+        },
+        dtype="bfloat16",
+        algorithm=_FROZENLAKE_GRPO,
+        has_turns=True,
     ),
     Recipe(
         number=26,
@@ -464,7 +542,7 @@ RECIPES = (
             "rollout_sglang_jax_lora_scaling": 1.0,
         },
         pad_is_eos=True,
-        stops_at="its own evaluation before, which reads Tunix's private `_rollout._sampler`",
+        evaluates=True,
     ),
     _waiting(
         32,

@@ -197,10 +197,28 @@ def _run_program(recipe: Recipe) -> None:
     dataset = task.create_dataset(NUM_STEPS * batch).batch(batch)
     make_learner = {"grpo": _make_grpo, "ppo": _make_ppo, "agentic": _make_agentic}
     learner = make_learner[recipe.learner](recipe, cluster, TokenizerAdapter(tokenizer))
+    if recipe.evaluates:
+        _evaluate(cluster)
     if recipe.eval_rollout is None:
         learner.train(dataset)
     else:
         learner.train(dataset, task.create_dataset(batch).batch(batch))
+    if recipe.evaluates:
+        _evaluate(cluster)
+
+
+def _evaluate(cluster: Any) -> None:
+    """Greedy answers by the sampler that Tunix's nightly script reads."""
+    output = cluster._rollout._sampler(
+        input_strings=["user: 3 + 4\nassistant: ", "user: 1\nassistant: "],
+        max_generation_steps=24,
+        temperature=1e-4,
+        top_k=1,
+        top_p=1.0,
+        echo=False,
+        seed=None,
+    )
+    assert len(output.text) == 2
 
 
 def _make_meshes(recipe: Recipe) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
@@ -210,7 +228,8 @@ def _make_meshes(recipe: Recipe) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
     mesh = jax.sharding.Mesh(devices[:size].reshape(trainer), ("fsdp", "tp"))
     if own is None:
         return mesh, mesh
-    rest = devices[size : size + int(np.prod(own))]
+    first = 0 if recipe.shares_devices else size
+    rest = devices[first : first + int(np.prod(own))]
     return mesh, jax.sharding.Mesh(rest.reshape(own), ("fsdp", "tp"))
 
 

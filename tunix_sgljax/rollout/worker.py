@@ -38,6 +38,7 @@ from tunix_sgljax.rollout.generating import (
     scored_sequences,
     to_rollout_output,
 )
+from tunix_sgljax.rollout.sampler import RolloutSampler
 from tunix_sgljax.rollout_config import engine_options
 from tunix_sgljax.rollout_config.checks import FieldChecker, check_axis_types
 from tunix_sgljax.rollout_config.memory import ConfigMemory
@@ -346,6 +347,11 @@ class SglJaxRollout(BaseRollout):
                 output.logprobs = self._matched_logprobs(self._match, output, rollout_config)
         self._recorder.add(output)
         return output
+
+    @property
+    def _sampler(self) -> RolloutSampler:
+        """What Tunix's own scripts read, by this name, to evaluate the policy."""
+        return RolloutSampler(self.generate, lambda: self._rollout_config)
 
     def _holding_policies(self, engine: Engine) -> contextlib.AbstractContextManager[None]:
         """Wraps a call that may need the trainer's arrays of every version from now on."""
