@@ -83,7 +83,7 @@ notebooks: $(STAMP) ## Run the notebooks and write them with their outputs.
 
 .PHONY: recipes
 recipes: $(STAMP) ## Run all of Tunix's recipes, small, and write docs/recipes.md; ten minutes.
-	$(BIN)/python -m tests.recipes.page
+	$(BIN)/python -m tests.recipes.page $(TUNIX)
 
 .PHONY: install-matrix
 install-matrix: $(STAMP) ## Try the wheel beside other versions; needs the package index, an hour.

@@ -1,16 +1,19 @@
 """Writes docs/recipes.md: which recipes run, as running them has shown.
 
-    python -m tests.recipes.page
+    python -m tests.recipes.page [TUNIX]
 
 Takes a quarter of an hour on two cores. The tests run the recipes too and compare with the page.
+Recipes that need another environment are run where there is one, and else stay as the page has
+them: TUNIX is a checkout of Tunix's main.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from tests.devices import ROOT, run_python
 from tests.recipes.recipes import NUM_DEVICES, RECIPES, Recipe
@@ -51,6 +54,24 @@ def run_recipes(numbers: Iterable[int]) -> dict[int, str]:
     return {entry["number"]: entry["outcome"] for entry in found}
 
 
+def run_elsewhere(recipe: Recipe, tunix: str | None) -> str | None:
+    """What comes out of a recipe in the environment that it needs; None without that.
+
+    Args:
+        recipe: One with `elsewhere`.
+        tunix: A checkout of Tunix's main.
+    """
+    if recipe.elsewhere == "tunix" and tunix is not None:
+        tests = ["tests/experimental/test_nodes.py", "-k", "three_steps"]
+        command = [sys.executable, "tests/with_tunix.py", tunix, "-q", "-m", "", *tests]
+    else:
+        return None
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    last = (done.stdout.strip() or done.stderr.strip()).splitlines()[-1]
+    # Skipped tests end well too.
+    return "runs" if done.returncode == 0 and last.startswith("1 passed") else last
+
+
 def row(recipe: Recipe, outcome: str) -> str:
     """The line of a recipe."""
     trains = "LoRA" if recipe.lora else "all weights"
@@ -61,6 +82,7 @@ def row(recipe: Recipe, outcome: str) -> str:
     meshes = str(recipe.mesh)
     if recipe.rollout_mesh is not None:
         meshes += f" + {recipe.rollout_mesh}"
+        meshes += " on the same devices" if recipe.shares_devices else ""
     if recipe.waits_for:
         trains, meshes, outcome = "", "", f"waits for {recipe.waits_for}"
     elif recipe.stops_at:
@@ -96,21 +118,26 @@ def outcomes_of(page: str) -> dict[int, str]:
     """What a page says of the recipes that are run."""
     last = {int(n): text for n, text in re.findall(r"^\| (\d+) \|.*\| ([^|]+) \|$", page, re.M)}
     return {
-        recipe.number: last[recipe.number]
+        recipe.number: last.get(recipe.number, "")
         .removeprefix("its training " if recipe.stops_at else "")
         .removesuffix(f"; not {recipe.stops_at}")
         .removesuffix(f"; {recipe.remark}")
         for recipe in RECIPES
-        if recipe.model is not None
+        if recipe.model is not None or recipe.elsewhere
     }
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Runs all recipes and writes the page."""
-    numbers = [recipe.number for recipe in RECIPES if recipe.model is not None]
-    OUTPUT.write_text(render(run_recipes(numbers)), encoding="utf-8")
+    tunix = next(iter(arguments), None)
+    outcomes = outcomes_of(OUTPUT.read_text(encoding="utf-8"))
+    for recipe in RECIPES:
+        if recipe.elsewhere and (outcome := run_elsewhere(recipe, tunix)) is not None:
+            outcomes[recipe.number] = outcome
+    outcomes |= run_recipes(recipe.number for recipe in RECIPES if recipe.model is not None)
+    OUTPUT.write_text(render(outcomes), encoding="utf-8")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

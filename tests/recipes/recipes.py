@@ -78,6 +78,7 @@ class Recipe:
         algorithm: Fields of its GRPOConfig or PPOConfig.
         has_turns: Whether episodes have several turns.
         evaluates: Whether it evaluates the rollout before and after its training, by itself.
+        elsewhere: The environment that it needs: "tunix", a checkout of Tunix's main, or "maxtext".
         waits_for: What it cannot run without, instead of running it.
         stops_at: What of it does not run, though its training does.
         remark: What a reader should know about a recipe that runs.
@@ -102,6 +103,7 @@ class Recipe:
     algorithm: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     has_turns: bool = False
     evaluates: bool = False
+    elsewhere: Literal["", "tunix", "maxtext"] = ""
     waits_for: str = ""
     stops_at: str = ""
     remark: str = ""
@@ -544,12 +546,18 @@ RECIPES = (
         pad_is_eos=True,
         evaluates=True,
     ),
-    _waiting(
-        32,
-        "GSM8K with workers over gRPC",
-        "tunix/experimental",
-        "script",
-        "google-tunix after 0.1.7, which has the `Sampler` protocol that it uses",
+    Recipe(
+        number=32,
+        title="GSM8K with workers over gRPC",
+        source="tunix/experimental/examples/math_gsm8k_dist",
+        way="script",
+        learner="grpo",
+        model=None,
+        engine="inprocess_vllm",
+        mesh=(1, 1),
+        rollout_mesh=(1, 1),
+        elsewhere="tunix",
+        remark="by `make test-tunix`: three processes, with Tunix after 0.1.7",
     ),
 )
 """In the order of their numbers."""
