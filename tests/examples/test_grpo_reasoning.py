@@ -12,6 +12,7 @@ import get_smollm2
 import reasoning_plot
 import reasoning_task
 from benchmarks.throughput.step_time import read_slices, step_times
+from lines import Lines
 from sgljax_engine import Engine
 from smollm2_as_qwen2 import as_qwen2, zero_biases
 from tests.engine.exactness_checks import check_golden
@@ -69,7 +70,6 @@ def test_plot_of_two_engines(tmp_path):
 
 
 def test_a_silence_has_lines_too(monkeypatch):
-    import grpo_reasoning
 
     lines, has_three = [], threading.Event()
 
@@ -79,7 +79,7 @@ def test_a_silence_has_lines_too(monkeypatch):
             has_three.set()
 
     monkeypatch.setattr("builtins.print", take)
-    with grpo_reasoning.Lines(quiet_s=0.01) as say:
+    with Lines(quiet_s=0.01) as say:
         say("loaded")
         assert has_three.wait(LIMIT_S)
     assert "loaded" in lines

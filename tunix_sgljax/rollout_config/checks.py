@@ -63,8 +63,8 @@ def check_axis_types(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
 def _check_expert_parallel_size(config: RolloutConfig) -> None:
     if config.expert_parallel_size not in (-1, 1):
         raise InvalidConfigError(
-            "RolloutConfig.expert_parallel_size must be 1: experts are sharded over the tensor "
-            f"axis, with all else (tensor_parallel_size); got {config.expert_parallel_size}"
+            "RolloutConfig.expert_parallel_size must be 1 or -1: experts are sharded over the "
+            f"tensor axis, with all else (tensor_parallel_size); got {config.expert_parallel_size}"
         )
 
 

@@ -17,7 +17,7 @@ def compilation_cache_path(folder: str | None) -> Path | None:
     configured = getattr(jax.config, "jax_compilation_cache_dir", None)
     if folder is None or folder == "auto":
         if configured is not None:
-            return Path(configured)
+            return Path(configured) if configured else None  # "" is JAX's way to have none
         return None if folder is None else Path.home() / ".cache" / "tunix_sgljax" / "xla"
     return Path(folder)
 

@@ -26,7 +26,7 @@ def path_of(*key: str) -> Path | None:
         key: Everything that the code depends on.
     """
     folder = getattr(jax.config, "jax_compilation_cache_dir", None)
-    if folder is None or "://" in str(folder):
+    if not folder or "://" in str(folder):
         return None
     name = hashlib.sha256("\0".join(key).encode()).hexdigest()
     return Path(folder) / f"sgljax-native-{name}.o"
