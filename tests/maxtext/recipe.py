@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import datasets
+
 from tests.recipes.models import VOCAB_SIZE, write_tokenizer
 
 NUM_GENERATIONS = 8

@@ -1,4 +1,4 @@
-"""What MaxText loads by path: how a row becomes a prompt, and its reward. Imports nothing of ours."""
+"""What MaxText loads by its path: how a row becomes a prompt, and its reward."""
 
 from __future__ import annotations
 

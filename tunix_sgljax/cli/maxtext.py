@@ -17,10 +17,10 @@ examples:
       tokenizer_path=Qwen/Qwen3-0.6B
   tunix-sgljax maxtext rl my_rl.yml use_pathways=False sgljax_config.page_size=32
 
-What follows `rl` is MaxText's, as behind `python -m maxtext.trainers.post_train.rl.train_rl`: a YAML
-file, or the name of one of MaxText's own (rl.yml), then key=value overrides. It samples on our
-engine in any case; `sgljax_config.KEY=VALUE` gives the engine options. docs/maxtext.md has whole
-commands for a CPU, a GPU and a TPU.
+What follows `rl` is MaxText's, as behind `python -m maxtext.trainers.post_train.rl.train_rl`: a
+YAML file, or the name of one of MaxText's own (rl.yml), then key=value overrides. It samples on
+this engine in any case; `sgljax_config.KEY=VALUE` gives the engine options. docs/maxtext.md has
+whole commands for a CPU, a GPU and a TPU.
 """
 
 _OPTION = "sgljax_config."

@@ -251,8 +251,8 @@ class MismatchReport:
         if self.padding is not None:
             row, with_padding, without, fault = self.padding
             lines.append(
-                f"  padding           row {row}: off by {with_padding:.3e}, by {without:.3e} without "
-                f"the padding in front of its prompt, which enters the trainer's log-probs"
+                f"  padding           row {row}: off by {with_padding:.3e}, without the padding in "
+                f"front of its prompt by {without:.3e}: padding enters the trainer's log-probs"
             )
             if fault:
                 lines.append(f"                    {fault}")

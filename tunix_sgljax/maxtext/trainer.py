@@ -102,8 +102,8 @@ def trainer(rollout: Any, say: Say) -> Iterator[types.ModuleType]:
         if missing:
             stack.enter_context(_stand_ins(rollout))
             say(
-                f"{' and '.join(missing)} not installed: empty modules stand in for {_VLLM_ADAPTER} "
-                f"and {_VLLM_ROLLOUT}, so that {TRAINER} can be imported"
+                f"not installed: {' and '.join(missing)}. Empty modules stand in for "
+                f"{_VLLM_ADAPTER} and {_VLLM_ROLLOUT}, so that {TRAINER} can be imported"
             )
         module = importlib.import_module(TRAINER)
         stack.enter_context(_replaced(module, ROLLOUT, rollout))
@@ -229,7 +229,8 @@ def _dotted(tree: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _load_config(argv: list[str]) -> Any:
-    from maxtext.configs import pyconfig, types as config_types
+    from maxtext.configs import pyconfig
+    from maxtext.configs import types as config_types
 
     try:
         return pyconfig.initialize_pydantic(argv, config_class=config_types.RLConfig)
