@@ -88,7 +88,7 @@ def names_of(package):
 
 
 def test_an_old_python_is_refused_with_the_way_out():
-    with pytest.raises(InvalidConfigError, match="3.12 or newer, and this is 3.11.9") as error:
+    with pytest.raises(InvalidConfigError, match=r"3\.12 or newer, and this is 3\.11\.9") as error:
         requirements.check_requirements((3, 11, 9), {})
     assert requirements.install_line(requirements.WHEELS) in str(error.value)
 
