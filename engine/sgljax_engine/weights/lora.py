@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sgljax_engine.weights.rules import LoraRule
+from sgljax_engine.weights.rules import LoraRule, indices_by_axis
 
 
 class ArraySpec(Protocol):
@@ -107,8 +107,8 @@ def merge(
     a: jax.Array,
     b: jax.Array,
     term: LoraTerm,
-    part: int | None = None,
-    part_axis: int = 0,
+    part: tuple[int, ...] | None = None,
+    part_axes: tuple[int, ...] = (0,),
 ) -> jax.Array:
     """W + scale A B in float32, or one part of it. Traced by JAX.
 
@@ -120,20 +120,19 @@ def merge(
         a: A.
         b: B.
         term: Says which axes A has, and the scale.
-        part: Index on `part_axis` of W; None for all of W.
-        part_axis: See `Rule.part_axis`.
+        part: Index on each of `part_axes` of W; None for all of W.
+        part_axes: See `Rule.part_axis`.
     """
     axes = list(range(weight.ndim))
     in_axes = list(term.in_axes)
     out_axes = [axis for axis in axes if axis not in in_axes]
-    if part is not None:
-        at = axes[part_axis]
-        weight = lax.index_in_dim(weight, part, part_axis, keepdims=False)
+    for at, index in () if part is None else indices_by_axis(part, part_axes, weight.ndim):
+        weight = lax.index_in_dim(weight, index, at, keepdims=False)
         if at in in_axes:
-            a = lax.index_in_dim(a, part, in_axes.index(at), keepdims=False)
+            a = lax.index_in_dim(a, index, in_axes.index(at), keepdims=False)
             in_axes.remove(at)
         else:
-            b = lax.index_in_dim(b, part, 1 + out_axes.index(at), keepdims=False)
+            b = lax.index_in_dim(b, index, 1 + out_axes.index(at), keepdims=False)
             out_axes.remove(at)
         axes.remove(at)
     a32 = a.astype(jnp.float32)
