@@ -124,9 +124,7 @@ class TestRules:
                     sources = [rule.source for rule in rules if fits(rule.source, name)]
                     same = [rule for rule in rules if sources and rule.source == sources[0]]
                     ends = [
-                        i
-                        for i, rule in enumerate(same)
-                        if rule.part is None and not rule.is_shared
+                        i for i, rule in enumerate(same) if rule.part is None and not rule.is_shared
                     ]
                     expected = same[: ends[0] + 1] if ends else same
                     found = table.match(name)
@@ -379,7 +377,10 @@ class TestTwoStackedAxes:
             (block_rules((2, 2), (1, 2)), r"has 2 x 3 parts, the rules take \[\(0, 0\), \(0, 1\)"),
             (block_rules((2, 3), (1, 4)), r"no axis that all of its rules take parts of: \[\(1, 4"),
             (block_rules((2, 2), (1, -3)), r"no axis that all of its rules take parts of"),
-            ([Rule("w", "0.w", part=(0,), part_axis=(1, 2))], r"index on each of the axes \[1, 2\]"),
+            (
+                [Rule("w", "0.w", part=(0,), part_axis=(1, 2))],
+                r"index on each of the axes \[1, 2\]",
+            ),
             ([Rule("w", "0.w", part=(0, 0), part_axis=(1, 2), num_parts=2)], "cannot be cut"),
         ],
     )

@@ -14,7 +14,7 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from sgljax_engine import InvalidRequestError
 from tunix_sgljax import padding
 from tunix_sgljax.exactness.trainer_match import trainer_logps
-from tunix_sgljax.model_config import coarser_dtype, compute_dtype
+from tunix_sgljax.model_config import coarser_dtype, compute_dtype, config_of
 from tunix_sgljax.rollout import SglJaxRollout
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.25}
@@ -316,4 +316,4 @@ def _computed_dtype(model: nnx.Module, graphdef: Any, state: Any) -> str:
         return model(ids_BT, positions=ids_BT, cache=None, attention_mask=mask_BTS)[0]
 
     dtype = np.dtype(jax.eval_shape(logits, state, ids_BT, mask_BTS).dtype).name
-    return coarser_dtype(dtype, compute_dtype(getattr(model, "config", None)) or dtype)
+    return coarser_dtype(dtype, compute_dtype(config_of(model)) or dtype)
