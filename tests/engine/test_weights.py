@@ -114,6 +114,7 @@ class TestRules:
                     ".".join(rng.choice(words, rng.integers(1, 4))),
                     (None, "x.*", "y")[rng.integers(3)],
                     part=(None, None, 0, 1)[rng.integers(4)],
+                    is_shared=bool(rng.integers(4) == 0),
                 )
                 for _ in range(12)
             ]
@@ -122,7 +123,9 @@ class TestRules:
                 for name in map(".".join, itertools.product(words[:3], repeat=length)):
                     sources = [rule.source for rule in rules if fits(rule.source, name)]
                     same = [rule for rule in rules if sources and rule.source == sources[0]]
-                    ends = [i for i, rule in enumerate(same) if rule.part is None]
+                    ends = [
+                        i for i, rule in enumerate(same) if rule.part is None and not rule.is_shared
+                    ]
                     expected = same[: ends[0] + 1] if ends else same
                     found = table.match(name)
                     assert [each.rule for each in found] == expected
@@ -328,6 +331,86 @@ class TestStackedLayers:
             stored = np.asarray(made[f"model.layers.{i}.w"])
             stored = FORMS[i].restore(jnp.asarray(stored), (5, 12))
             np.testing.assert_allclose(stored, expected[:, i], rtol=1e-5, atol=1e-6)
+
+
+def block_rules(shape: tuple[int, int], axes: tuple[int, int]) -> list[Rule]:
+    """Rules for layers in two stacked axes, blocks and layers of a block."""
+    return [
+        Rule("w", f"{shape[1] * block + layer}.w", (1, 0), part=(block, layer), part_axis=axes)
+        for block in range(shape[0])
+        for layer in range(shape[1])
+    ]
+
+
+class TestTwoStackedAxes:
+    """Layers in two stacked axes, as MaxText scans blocks of layers."""
+
+    @pytest.mark.parametrize("axes", [(0, 1), (1, 2), (2, 0), (-1, 1)])
+    def test_each_layer_is_taken_from_its_place(self, axes):
+        layers = np.random.default_rng(0).normal(size=(2, 3, 5, 4)).astype(np.float32)
+        stack = np.moveaxis(layers, (0, 1), axes)
+        targets = {f"{i}.w": target((4, 5), form=FORMS[i % 3]) for i in range(6)}
+        made = sync({"w": stack}, block_rules((2, 3), axes), targets)
+        for i in range(6):
+            stored = FORMS[i % 3].restore(made[f"{i}.w"], (4, 5))
+            np.testing.assert_array_equal(stored, layers[divmod(i, 3)].T)
+
+    def test_a_lora_pair_has_one_of_the_axes(self):
+        rng = np.random.default_rng(0)
+        source = {
+            "w": rng.normal(size=(5, 2, 3, 4)).astype(np.float32),
+            "a": rng.normal(size=(5, 2, 1)).astype(np.float32),
+            "b": rng.normal(size=(1, 3, 4)).astype(np.float32),
+        }
+        rules = [*block_rules((2, 3), (1, 2)), LoraRule("w", "a", "b", 0.5, (0, 1))]
+        made = sync(source, rules, {f"{i}.w": target((4, 5)) for i in range(6)})
+        expected = source["w"] + 0.5 * np.tensordot(source["a"], source["b"], 1)
+        for i in range(6):
+            block, layer = divmod(i, 3)
+            np.testing.assert_allclose(
+                made[f"{i}.w"], expected[:, block, layer].T, rtol=1e-5, atol=1e-6
+            )
+
+    @pytest.mark.parametrize(
+        ("rules", "message"),
+        [
+            (block_rules((2, 2), (1, 2)), r"has 2 x 3 parts, the rules take \[\(0, 0\), \(0, 1\)"),
+            (block_rules((2, 3), (1, 4)), r"no axis that all of its rules take parts of: \[\(1, 4"),
+            (block_rules((2, 2), (1, -3)), r"no axis that all of its rules take parts of"),
+            (
+                [Rule("w", "0.w", part=(0,), part_axis=(1, 2))],
+                r"index on each of the axes \[1, 2\]",
+            ),
+            ([Rule("w", "0.w", part=(0, 0), part_axis=(1, 2), num_parts=2)], "cannot be cut"),
+        ],
+    )
+    def test_wrong_parts_are_named(self, rules, message):
+        targets = {f"{i}.w": target((4, 5)) for i in range(6)}
+        with pytest.raises(WeightSyncError, match=message):
+            sync({"w": np.zeros((5, 2, 3, 4), np.float32)}, rules, targets)
+
+
+class TestSharedSource:
+    """One source for two targets, as an embedding that is also the head."""
+
+    RULES = (
+        Rule("table", "embedding", is_shared=True),
+        Rule("table", "head", hook=lambda x: jax.lax.reduce_precision(x, 8, 7)),
+    )
+
+    def test_each_target_has_its_own_hook(self):
+        table = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
+        made = sync(
+            {"table": table}, self.RULES, {"embedding": target((6, 4)), "head": target((6, 4))}
+        )
+        np.testing.assert_array_equal(made["embedding"], table)
+        rounded = table.astype(jnp.bfloat16).astype(np.float32)
+        np.testing.assert_array_equal(made["head"], rounded)
+        assert (rounded != table).any()
+
+    def test_a_target_that_is_not_there_is_named(self):
+        with pytest.raises(WeightSyncError, match="'table' maps to 'head', which the model does"):
+            sync({"table": np.zeros((6, 4))}, self.RULES, {"embedding": target((6, 4))})
 
 
 FUSED_RULES = (

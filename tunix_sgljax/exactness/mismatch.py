@@ -15,8 +15,8 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from sgljax_engine import InvalidRequestError
 from tunix_sgljax import padding
 from tunix_sgljax.exactness.trainer_match import trainer_logps
-from tunix_sgljax.maxtext.known_faults import padding_fault_of
-from tunix_sgljax.model_config import coarser_dtype, compute_dtype
+from tunix_sgljax.maxtext.known_faults import padding_fault
+from tunix_sgljax.model_config import coarser_dtype, compute_dtype, config_of
 from tunix_sgljax.rollout import SglJaxRollout
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.25}
@@ -328,7 +328,7 @@ def mismatch_report(
     effect = _padding_effect(report, prompts_BP, pad_id, score)
     if effect is None:
         return report
-    fault = padding_fault_of(trainer_model) or ""
+    fault = padding_fault(config_of(trainer_model)) or ""
     return dataclasses.replace(report, padding=effect._replace(fault=fault))
 
 
@@ -372,4 +372,4 @@ def _computed_dtype(model: nnx.Module, graphdef: Any, state: Any) -> str:
         return model(ids_BT, positions=ids_BT, cache=None, attention_mask=mask_BTS)[0]
 
     dtype = np.dtype(jax.eval_shape(logits, state, ids_BT, mask_BTS).dtype).name
-    return coarser_dtype(dtype, compute_dtype(getattr(model, "config", None)) or dtype)
+    return coarser_dtype(dtype, compute_dtype(config_of(model)) or dtype)
