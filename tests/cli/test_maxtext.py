@@ -207,6 +207,7 @@ def test_with_vllm_one_name_is_replaced_and_set_back(maxtext, fails):
 
 def test_models_whose_padding_leaks_are_known():
     class Config:
+        __module__ = "maxtext.configs.types"
         decoder_block = "qwen3_next"
 
     fault = padding_fault(Config())
