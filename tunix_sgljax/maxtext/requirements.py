@@ -1,6 +1,7 @@
 """What MaxText's own RL trainer needs beside this package, and the lines that install it.
 
 Imports neither JAX nor MaxText, so that the command line can refuse before anything is loaded.
+`python -m tunix_sgljax.maxtext.requirements` writes the lines.
 """
 
 from __future__ import annotations
@@ -113,3 +114,7 @@ def check_requirements(
             f"MaxText's RL trainer needs what is not installed: {names}. Install it by: "
             f"{install_line(missing)}"
         )
+
+
+if __name__ == "__main__":
+    sys.stdout.write(install_line(WHEELS) + "\n")
