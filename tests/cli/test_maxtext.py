@@ -36,7 +36,7 @@ class RLConfig: ...
 def initialize_pydantic(argv, config_class):
     if "unknown=1" in argv:
         raise ValueError("'unknown' not in 'a', 'b'")
-    return SimpleNamespace(decoder_block="qwen3")
+    return SimpleNamespace(rl=SimpleNamespace(use_agentic_rollout=False))
 """
 
 

@@ -38,11 +38,12 @@ QWEN3 = (
     "base_mlp_dim=64",
     "base_num_decoder_layers=3",
     "head_dim=8",
+    "logits_via_embedding=False",
     f"vocab_size={VOCAB_SIZE}",
     "dtype=float32",
     "weight_dtype=float32",
 )
-"""Qwen3 with tied embeddings, tiny."""
+"""Qwen3, tiny, with a head of its own: one that is the embedding repeats its input at first."""
 
 
 def words(folder: Path, num_steps: int, *overrides: str) -> list[str]:

@@ -42,14 +42,13 @@ def test_options_of_the_rollout_reach_it(tmp_path):
     options = ("sgljax_config.page_size=8", "sgljax_config.logprobs_mode=trainer_match")
     run = command(tmp_path, 2, *options)
     assert run.rollout.logprobs_mode == "trainer_match"
-    assert run.rollout.engine.config.cache.page_size == 8
+    assert run.rollout._builder.engine_config.cache.page_size == 8
 
 
-def test_agentic_rollouts(tmp_path):
-    agentic = ("rl.use_agentic_rollout=True", "rl.max_concurrency=8")
-    run = command(tmp_path, 3, *agentic)
-    assert run.rollout.weight_version == 3
-    assert run.differing == [[]] * 3
+def test_agentic_rollouts_need_a_newer_tunix(tmp_path):
+    with pytest.raises(InvalidConfigError, match="google-tunix .* lacks: force_on_policy_ratio"):
+        command(tmp_path, 1, "rl.use_agentic_rollout=True")
+    assert TRAINER not in sys.modules
 
 
 def test_evaluation_before_and_after(tmp_path):

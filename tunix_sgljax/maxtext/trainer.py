@@ -8,8 +8,10 @@ need it are stood in for, only so that `train_rl` can be imported.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import sys
 import types
@@ -49,6 +51,9 @@ _VLLM_KEYS = frozenset(
 )
 """Keys of MaxText's config that configure vLLM and nothing that this engine has."""
 
+_AGENTIC_FIELDS = ("force_on_policy_ratio", "log_sampler_trainer_agreement")
+"""What train_rl 0.2.5 passes to Tunix's agentic GRPOConfig, and google-tunix 0.1.7 does not have."""
+
 Say = Callable[[str], None]
 """Tells the user one line."""
 
@@ -76,7 +81,10 @@ def run_rl(
         say(f"these configure vLLM and mean nothing here: {', '.join(meaningless)}")
     with trainer(functools.partial(rollout_class, **options), say) as module:
         argv = ["", str(path), *overrides]
-        fault = padding_fault(_load_config(argv))
+        config = _load_config(argv)
+        if config.rl.use_agentic_rollout:
+            check_agentic()
+        fault = padding_fault(config)
         if fault is not None:
             say(f"the trainer's log-probs of padded rows are off: {fault}")
         module.main(argv)
@@ -218,6 +226,25 @@ def check_keys(named: Collection[str]) -> None:
             f"{lora[0]}: MaxText's train_rl trains all weights, and its config has no LoRA. Give "
             "Tunix's RLCluster an actor that maxtext.utils.lora_utils.apply_lora_to_model made, "
             "with SglJaxMaxTextRollout; docs/maxtext.md shows how"
+        )
+
+
+def check_agentic() -> None:
+    """Refuses agentic rollouts where MaxText's trainer expects a newer Tunix.
+
+    Raises:
+        InvalidConfigError: names what the installed one lacks.
+    """
+    from tunix.rl.agentic.agentic_grpo_learner import GRPOConfig
+
+    known = {field.name for field in dataclasses.fields(GRPOConfig)}
+    missing = [name for name in _AGENTIC_FIELDS if name not in known]
+    if missing:
+        version = importlib.metadata.version("google-tunix")
+        raise InvalidConfigError(
+            "rl.use_agentic_rollout=True: MaxText's train_rl sets fields of Tunix's agentic "
+            f"GRPOConfig that google-tunix {version} lacks: {', '.join(missing)}. Leave it False, "
+            "or train with Tunix's agentic learner and SglJaxMaxTextRollout (docs/maxtext.md)"
         )
 
 
