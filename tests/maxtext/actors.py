@@ -31,11 +31,13 @@ class Actor(NamedTuple):
     config: Any
 
 
-def make(*words: str) -> Actor:
+def make(*words: str, mesh: Any = None, pad_id: int | None = PAD_ID) -> Actor:
     """A model as MaxText makes it; `lora.enable_lora=True` gives it pairs.
 
     Args:
         *words: Overrides of MaxText's base.yml; later ones win.
+        mesh: Of any axes; None lets MaxText make one.
+        pad_id: Given to the adapter; Tunix's own command gives none.
     """
     given = (
         "run_name=tiny",
@@ -55,9 +57,10 @@ def make(*words: str) -> Actor:
     latest = {word.partition("=")[0]: word for word in given}
     base = Path(MAXTEXT_CONFIGS_DIR) / "base.yml"
     config = pyconfig.initialize_pydantic(["", str(base), *latest.values()])
-    model, mesh = model_creation_utils.from_pretrained(
-        config, wrap_with_tunix_adapter=True, tokenizer_pad_id=PAD_ID
+    made = model_creation_utils.from_pretrained(
+        config, mesh=mesh, wrap_with_tunix_adapter=True, tokenizer_pad_id=pad_id
     )
+    model, mesh = made if mesh is None else (made, mesh)
     if config.lora.enable_lora:
         # MaxText's function takes the model inside the adapter.
         model.base = lora_utils.apply_lora_to_model(model.base, mesh, config)

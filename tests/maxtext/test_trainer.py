@@ -45,8 +45,8 @@ def test_options_of_the_rollout_reach_it(tmp_path):
     assert run.rollout._builder.engine_config.cache.page_size == 8
 
 
-def test_agentic_rollouts_need_a_newer_tunix(tmp_path):
-    with pytest.raises(InvalidConfigError, match="google-tunix .* lacks: force_on_policy_ratio"):
+def test_agentic_rollouts_are_refused_by_what_tunix_lacks(tmp_path):
+    with pytest.raises(InvalidConfigError, match=r"google-tunix .* lacks: force_on_policy_ratio"):
         command(tmp_path, 1, "rl.use_agentic_rollout=True")
     assert TRAINER not in sys.modules
 

@@ -52,7 +52,7 @@ _VLLM_KEYS = frozenset(
 """Keys of MaxText's config that configure vLLM and nothing that this engine has."""
 
 _AGENTIC_FIELDS = ("force_on_policy_ratio", "log_sampler_trainer_agreement")
-"""What train_rl 0.2.5 passes to Tunix's agentic GRPOConfig, and google-tunix 0.1.7 does not have."""
+"""Fields of Tunix's agentic GRPOConfig that train_rl 0.2.5 sets and google-tunix 0.1.7 lacks."""
 
 Say = Callable[[str], None]
 """Tells the user one line."""
