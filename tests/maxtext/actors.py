@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import grain
 import optax
 from flax import nnx
-from maxtext.configs import pyconfig
-from maxtext.utils import lora_utils, model_creation_utils
-from maxtext.utils.globals import MAXTEXT_CONFIGS_DIR
 from tunix.rl import rl_cluster
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rollout.base_rollout import RolloutConfig
@@ -19,6 +17,12 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from tests.maxtext import recipe, task
 from tests.recipes.models import make_tokenizer
 from tunix_sgljax.maxtext import SglJaxMaxTextRollout
+
+# By name: types are checked without MaxText.
+pyconfig: Any = importlib.import_module("maxtext.configs.pyconfig")
+lora_utils: Any = importlib.import_module("maxtext.utils.lora_utils")
+model_creation_utils: Any = importlib.import_module("maxtext.utils.model_creation_utils")
+CONFIGS = Path(importlib.import_module("maxtext.utils.globals").MAXTEXT_CONFIGS_DIR)
 
 PAD_ID = 0
 
@@ -55,8 +59,7 @@ def make(*words: str, mesh: Any = None, pad_id: int | None = PAD_ID) -> Actor:
         *words,
     )
     latest = {word.partition("=")[0]: word for word in given}
-    base = Path(MAXTEXT_CONFIGS_DIR) / "base.yml"
-    config = pyconfig.initialize_pydantic(["", str(base), *latest.values()])
+    config = pyconfig.initialize_pydantic(["", str(CONFIGS / "base.yml"), *latest.values()])
     made = model_creation_utils.from_pretrained(
         config, mesh=mesh, wrap_with_tunix_adapter=True, tokenizer_pad_id=pad_id
     )

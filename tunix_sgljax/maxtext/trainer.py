@@ -256,16 +256,13 @@ def _dotted(tree: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _load_config(argv: list[str]) -> Any:
-    from maxtext.configs import pyconfig
-    from maxtext.configs import types as config_types
-
+    pyconfig = importlib.import_module("maxtext.configs.pyconfig")
+    config_class = importlib.import_module("maxtext.configs.types").RLConfig
     try:
-        return pyconfig.initialize_pydantic(argv, config_class=config_types.RLConfig)
+        return pyconfig.initialize_pydantic(argv, config_class=config_class)
     except ValueError as error:
         raise InvalidConfigError(f"MaxText's config: {error}") from error
 
 
 def _configs() -> Path:
-    from maxtext.utils.globals import MAXTEXT_CONFIGS_DIR
-
-    return Path(MAXTEXT_CONFIGS_DIR)
+    return Path(importlib.import_module("maxtext.utils.globals").MAXTEXT_CONFIGS_DIR)
