@@ -84,13 +84,14 @@ def rollout_config(**changes: Any) -> RolloutConfig:
 
 
 def make_rollout(actor: Actor, config: RolloutConfig | None = None, **options: Any) -> Any:
-    """A rollout alone, on the actor's mesh."""
+    """A rollout alone, on the actor's mesh, that samples no padding: the trainer would hide it."""
     return SglJaxMaxTextRollout(
         maxtext_config=actor.config,
         rollout_actor=actor.model,
         tokenizer=make_tokenizer(names_pad=True),
         mesh=actor.mesh,
         rollout_config=rollout_config() if config is None else config,
+        sampling_params={"bad_token_ids": [PAD_ID]},
         **options,
     )
 
