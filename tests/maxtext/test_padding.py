@@ -14,7 +14,7 @@ from tunix.rl.rollout.base_rollout import RolloutOutput
 from tests.maxtext import actors
 from tests.maxtext.actors import PAD_ID
 from tests.recipes.models import END_ID
-from tunix_sgljax import mismatch_report
+from tunix_sgljax import mismatch_report, padding
 from tunix_sgljax.exactness.trainer_match import trainer_logps
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -68,16 +68,14 @@ class UnpaddedRollout:
     def generate(self, prompts: list[str], config: Any) -> Any:
         del prompts, config
         alone = [
-            self.score(np.int32([ids]), tokens[None])[0]
+            self.score(np.asarray([ids], np.int32), tokens[None])[0]
             for ids, tokens in zip(self.prompts, self.tokens, strict=True)
         ]
         output = RolloutOutput(
             text=[""] * len(LENGTHS),
             logits=None,
             tokens=list(self.tokens),
-            left_padded_prompt_tokens=np.stack(
-                [np.pad(row, (max(LENGTHS) - len(row), 0)) for row in self.prompts]
-            ),
+            left_padded_prompt_tokens=padding.left_pad_prompts(self.prompts, max(LENGTHS), PAD_ID),
             logprobs=alone,
         )
         output.weight_versions = [np.zeros(NUM_TOKENS, np.int32)] * len(LENGTHS)
