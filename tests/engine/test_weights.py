@@ -37,6 +37,7 @@ from sgljax_engine.models.registry import get_model
 from sgljax_engine.weights.apply import apply
 from sgljax_engine.weights.checks import await_source
 from sgljax_engine.weights.forms import Form
+from sgljax_engine.weights.lora import LoraTerm, merge_on_host
 from sgljax_engine.weights.plan import WeightPlanner, plan_sync
 from sgljax_engine.weights.rules import RuleTable
 from sgljax_engine.weights.served import ServedSource
@@ -463,6 +464,58 @@ class TestLora:
         rules = [Rule("w", "w"), LoraRule("w", "a", "b", 1.0)]
         made = sync(source, rules, {"w": target((4, 4))})
         np.testing.assert_array_equal(made["w"], np.full((4, 4), 1 + 2.0**-12, np.float32))
+
+    def test_layers_that_are_stacked_have_pairs_of_their_own(self):
+        """As MaxText's scan stacks them: on axis 1, with heads as axes of W and not of A and B."""
+        rng = np.random.default_rng(2)
+        shapes = {"q": (6, 3, 2, 5), "qa": (6, 3, 4), "qb": (4, 3, 10)}
+        shapes |= {"o": (2, 3, 5, 6), "oa": (10, 3, 4), "ob": (4, 3, 6)}
+        source = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+        rules = [
+            Rule("q", "*.q", None, None, "each", 1),
+            Rule("o", "*.o", None, None, "each", 1),
+            LoraRule("q", "qa", "qb", 2.0, (0,), (1,), is_merged=True),
+            LoraRule("o", "oa", "ob", 0.5, (0, 2), (1,), is_merged=True),
+        ]
+        targets = {f"{i}.q": target((6, 10)) for i in range(3)}
+        targets |= {f"{i}.o": target((10, 6)) for i in range(3)}
+        made = sync(source, rules, targets)
+        for i in range(3):
+            q = source["q"][:, i].reshape(6, 10) + 2.0 * source["qa"][:, i] @ source["qb"][:, i]
+            o = source["o"][:, i].reshape(10, 6) + 0.5 * source["oa"][:, i] @ source["ob"][:, i]
+            np.testing.assert_allclose(made[f"{i}.q"], q, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(made[f"{i}.o"], o, rtol=1e-5, atol=1e-5)
+
+    def test_a_stack_that_is_not_taken_apart(self):
+        rng = np.random.default_rng(3)
+        shapes = {"w": (3, 4, 5), "a": (4, 3, 2), "b": (2, 3, 5)}
+        source = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+        pair = LoraRule("w", "a", "b", 2.0, (1,), (0,))
+        made = sync(source, [Rule("w", "w"), pair], {"w": target((3, 4, 5))})
+        whole = source["w"] + 2.0 * np.einsum("isr,rso->sio", source["a"], source["b"])
+        np.testing.assert_allclose(made["w"], whole, rtol=1e-5, atol=1e-5)
+        term = LoraTerm("a", "b", 2.0, (1,), (0,))
+        on_host = merge_on_host(source["w"], source["a"], source["b"], term)
+        np.testing.assert_allclose(on_host, whole, rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize(
+        ("rule", "message"),
+        [
+            (
+                LoraRule("q", "a", "b", 1.0, (0,), (1,), is_merged=True),
+                r"A must be \[6, 3, 4\] and B \[4, 3, 10\]",
+            ),
+            (LoraRule("q", "a", "b", 1.0, (0,), (1,)), r"and B \[4, 3, 2, 5\]"),
+            (LoraRule("q", "a", "b", 1.0, (0,), (0,)), r"axes \[0, 0\] are no axes of it"),
+            (LoraRule("q", "a", "b", 1.0, (0,), (4,)), r"axes \[0, 4\] are no axes of it"),
+        ],
+    )
+    def test_pairs_that_do_not_fit_stacked_layers_are_named(self, rule, message):
+        shapes = {"q": (6, 3, 2, 5), "a": (6, 3, 4), "b": (4, 3, 9)}
+        source = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+        rules = [Rule("q", "*.q", None, None, "each", 1), rule]
+        with pytest.raises(WeightSyncError, match=message):
+            sync(source, rules, {f"{i}.q": target((6, 10)) for i in range(3)})
 
     @pytest.mark.parametrize("name", BAD_PAIRS)
     def test_what_does_not_fit_is_named(self, name):

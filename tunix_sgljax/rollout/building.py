@@ -95,6 +95,8 @@ class EngineBuilder:
         asked_scaling = scaling_of(config)
         scaling = asked_scaling if self._lora_scaling is None else self._lora_scaling
         lora = find_lora(self.actor, scaling)
+        if lora is not None and self._lora_mode == "adapter":
+            lora.check_factors_alone()
         mapper = mappings.WeightMapper(mapping, self.model_config, lora, self._maxtext_config())
         self.weights = PolicyWeights(mapper, lora, self._lora_mode)
         slots = self.weights.adapter_config(

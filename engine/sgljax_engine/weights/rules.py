@@ -60,10 +60,12 @@ class LoraRule(NamedTuple):
 
     Attributes:
         weight: Dotted source name of the weight W, which other rules map.
-        a: Source name of A: the axes `in_axes` of W, then the rank.
-        b: Source name of B: the rank, then the other axes of W in their order.
+        a: Source name of A: the axes `in_axes` of W, `stacked_axes`, then the rank.
+        b: Source name of B: the rank, `stacked_axes`, then the other axes of W in their order.
         scale: For example alpha / rank.
         in_axes: Axes of W that are contracted with the layer's input, ascending.
+        stacked_axes: Axes of W on which each index is a weight with a pair of its own, ascending.
+        is_merged: Whether A has its `in_axes`, and B the other axes of W, as one axis each.
     """
 
     weight: str
@@ -71,6 +73,8 @@ class LoraRule(NamedTuple):
     b: str
     scale: float
     in_axes: tuple[int, ...] = (0,)
+    stacked_axes: tuple[int, ...] = ()
+    is_merged: bool = False
 
 
 WeightRule = Rule | LoraRule
