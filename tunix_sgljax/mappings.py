@@ -220,8 +220,8 @@ class WeightMapper:
             mapping: Result of `find_mapping`.
             model: The engine's model.
             lora: The pairs of a LoRA actor.
-            maxtext_config: The config of MaxText's model, if the actor is one: without a mapping its
-                table takes the place of the built-in rules.
+            maxtext_config: The config of MaxText's model, if the actor is one: without a mapping
+                its table takes the place of the built-in rules.
         """
         self._mapping = mapping
         self._model = model

@@ -53,8 +53,8 @@ def to_model_config(config: Any, *, context_length: int) -> ModelConfig:
     """The engine's description of a model that Tunix trains.
 
     Args:
-        config: A Tunix ModelConfig, a MaxTextConfig, the contents of an HF config.json, or an engine
-            ModelConfig (returned unchanged).
+        config: A Tunix ModelConfig, a MaxTextConfig, the contents of an HF config.json, or an
+            engine ModelConfig (returned unchanged).
         context_length: Context length for Tunix's and MaxText's configs, which have none.
 
     Raises:

@@ -1,7 +1,4 @@
-"""Reads the fields of MaxText's config, and refuses what the engine cannot compute.
-
-MaxText checks its config itself; here a value is refused only because the engine has nothing for it.
-"""
+"""Reads the fields of MaxText's config, and refuses values for which the engine has nothing."""
 
 from __future__ import annotations
 
