@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from sgljax_engine import InvalidConfigError
+from tests.devices import ROOT
 from tunix_sgljax.cli import main as cli
 from tunix_sgljax.cli import maxtext as command
 from tunix_sgljax.maxtext import requirements, trainer
@@ -101,6 +102,11 @@ def test_what_is_missing_is_named_with_its_line():
         requirements.check_requirements((3, 13, 0), installed)
     line = 'pip install "pathwaysutils>=0.1.13" && pip install --no-deps "aqtp"'
     assert str(error.value).endswith(line)
+
+
+def test_the_page_has_the_line():
+    page = ROOT / "docs" / "maxtext.md"
+    assert requirements.install_line(requirements.WHEELS) in page.read_text(encoding="utf-8")
 
 
 def test_the_command_says_how_to_install_what_is_missing(monkeypatch, capsys):
