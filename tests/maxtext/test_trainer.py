@@ -61,6 +61,24 @@ def test_evaluation_before_and_after(tmp_path):
     ]
 
 
+def test_gsm8k_as_maxtext_has_it(tmp_path):
+    """Its prompts, rewards and evaluation, on rows in GSM8K's form."""
+    own = (
+        "dataset_name=openai/gsm8k",
+        "eval_dataset_name=openai/gsm8k",
+        "dataset_processor_path=",
+        "reward_functions_path=",
+        "reward_functions=",
+        "num_test_batches=1",
+        "max_prefill_predict_length=512",  # a token is a character
+        "max_target_length=528",
+    )
+    run = command(tmp_path, 2, *own)
+    assert run.rollout.weight_version == 2
+    assert run.differing[-1] == []
+    assert [len(texts) for texts in run.texts] == [recipe.BATCH, 16, 16, recipe.BATCH]
+
+
 def test_checkpoints_are_written_and_continue(tmp_path):
     checkpoints = ("enable_checkpointing=True", "checkpoint_period=1")
     first = command(tmp_path, 2, *checkpoints)
