@@ -31,6 +31,16 @@ def test_twenty_steps_raise_the_reward(scan, tmp_path, capsys):
     assert not any("maxtext_vllm" in name or name == TRAINER for name in sys.modules)
 
 
+def test_twenty_steps_of_lora_raise_the_reward(tmp_path, capsys):
+    words = ("lora.enable_lora=True", "lora.lora_rank=4", "lora.lora_alpha=8.0")
+    run = command(tmp_path, 20, *words, "learning_rate=0.03")
+    assert run.rollout.lora_report.num_pairs == 7
+    assert run.rollout.weight_version == 20
+    assert run.differing == [[]] * 20
+    assert run.rewards[-5:].mean() > run.rewards[:5].mean() + 0.1, run.rewards
+    assert "gives the actor LoRA pairs of rank 4 until" in capsys.readouterr().err
+
+
 def test_bfloat16_is_what_the_rollout_computes_in_if_the_trainer_does(tmp_path):
     run = command(tmp_path, 2, "dtype=bfloat16", "weight_dtype=float32")
     assert run.rollout.dtype == "bfloat16"
