@@ -18,6 +18,12 @@ PYTEST_ARGS ?= -n 3 --dist worksteal
 # `make test-newest` tests with the newest of everything: which needs a newer Python than 3.11.
 NEWEST_PYTHON ?= python3.12
 NEWEST := .venv-newest
+# `make test-maxtext` has an environment of its own, with the versions of constraints-maxtext.txt:
+# MaxText needs a newer Python than 3.11, and other packages than Tunix.
+MAXTEXT_PYTHON ?= python3.12
+MAXTEXT := .venv-maxtext
+MAXTEXT_STAMP := $(MAXTEXT)/.installed
+MAXTEXT_ARGS ?=
 # A checkout of Tunix for `make test-tunix`, and what runs with it.
 TUNIX ?=
 TUNIX_TESTS ?= tests/adapter tests/training tests/examples tests/experimental
@@ -72,6 +78,10 @@ test-newest: ## Run the fast tests with the newest JAX and all else that pip giv
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager -e ".[dev]"
 	$(NEWEST)/bin/python -m pytest -p tests.newest -m "not slow and not recipes and not soak" $(PYTEST_ARGS)
 
+.PHONY: test-maxtext
+test-maxtext: $(MAXTEXT_STAMP) ## Run the tests with MaxText, in .venv-maxtext; MAXTEXT_ARGS="-k name".
+	$(MAXTEXT)/bin/python -m pytest tests/maxtext $(MAXTEXT_ARGS)
+
 .PHONY: bench
 bench: $(STAMP) ## Measure against every peer, in two hours; pass options with BENCH_ARGS="--quick".
 	$(BIN)/python benchmarks/throughput/compare.py $(BENCH_ARGS)
@@ -116,8 +126,8 @@ clean: ## Remove caches, build outputs and demo outputs; keep .venv.
 	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
 .PHONY: distclean
-distclean: clean ## Remove .venv and .venv-newest as well.
-	rm -rf $(VENV) $(NEWEST)
+distclean: clean ## Remove .venv, .venv-newest and .venv-maxtext as well.
+	rm -rf $(VENV) $(NEWEST) $(MAXTEXT)
 
 # An environment that cannot run pip (made by an interrupted run, or moved) is made anew.
 # The build tools are installed first and build isolation is off: otherwise pip would fetch
@@ -135,6 +145,22 @@ $(STAMP): pyproject.toml constraints.txt
 	  exit 1; }
 	$(INSTALL) editables hatchling setuptools wheel
 	$(INSTALL) --no-build-isolation -e ".[dev]"
+	@touch $@
+
+# The line that users are told to type, with our versions; and what pytest needs.
+$(MAXTEXT_STAMP): export PIP_CONSTRAINT := $(CURDIR)/constraints-maxtext.txt
+$(MAXTEXT_STAMP): export PIP_DISABLE_PIP_VERSION_CHECK := 1
+$(MAXTEXT_STAMP): export PIP_QUIET := 1
+$(MAXTEXT_STAMP): pyproject.toml constraints-maxtext.txt tunix_sgljax/maxtext/requirements.py
+	@$(MAXTEXT_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null || { \
+	  echo "error: MaxText needs Python 3.12 or newer, but MAXTEXT_PYTHON='$(MAXTEXT_PYTHON)' is" \
+	    "not one. Try: make test-maxtext MAXTEXT_PYTHON=python3.13" >&2; exit 1; }
+	@$(MAXTEXT)/bin/python -m pip --version >/dev/null 2>&1 || \
+	  $(MAXTEXT_PYTHON) -m venv --clear $(MAXTEXT)
+	$(MAXTEXT)/bin/python -m pip install editables hatchling setuptools wheel
+	$(MAXTEXT)/bin/python -m pip install --no-build-isolation -e . psutil pytest
+	line=$$($(MAXTEXT)/bin/python -m tunix_sgljax.maxtext.requirements) && \
+	  PATH="$(CURDIR)/$(MAXTEXT)/bin:$$PATH" sh -c "$$line"
 	@touch $@
 
 $(REASONING_STAMP): $(STAMP)

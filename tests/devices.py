@@ -48,6 +48,7 @@ def run_python(
     num_devices: int,
     folder: Path = ROOT,
     limit_s: float = LIMIT_S,
+    python: str | Path = sys.executable,
 ) -> subprocess.CompletedProcess[str]:
     """Runs Python with these arguments on simulated devices, until it has ended well.
 
@@ -56,12 +57,13 @@ def run_python(
         num_devices: How many devices JAX has there.
         folder: Where it runs.
         limit_s: After which it counts as hung.
+        python: The interpreter.
 
     Raises:
         AssertionError: Its exit status is not 0; with all that it wrote.
     """
     done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
+        [str(python), *map(str, arguments)],
         cwd=folder,
         env=device_variables(num_devices),
         capture_output=True,

@@ -231,6 +231,7 @@ def test_exported_names():
         "Rule",
         "RuntimeConfig",
         "SamplingParams",
+        "ScaleConfig",
         "SchedulerCheckpoint",
         "SchedulerConfig",
         "SpeculationConfig",

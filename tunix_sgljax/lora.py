@@ -103,14 +103,14 @@ def find_lora(actor: Any, scaling: float | None) -> LoraActor | None:
     pairs = list(_pairs(actor))
     if not pairs:
         return None
-    provider = None if scaling is not None else _provider(actor)
+    wrapped = None if scaling is not None else _wrapped(actor)
     rules = tuple(
         LoraRule(
             pair.name,
             pair.name + _A,
             pair.name + _B,
-            (_scale(pair, provider) if scaling is None else scaling) / _factor(pair),
-            _in_axes(pair),
+            (_scale(pair, wrapped) if scaling is None else scaling) / _factor(pair),
+            **_axes(pair),
         )
         for pair in pairs
     )
@@ -137,6 +137,23 @@ def _shape(pair: _Pair, suffix: str) -> tuple[int, ...]:
 # ------------------------------------------------------------------ scale
 
 
+class _Wrapped(NamedTuple):
+    """The module that qwix wrapped, which may be inside another, and the provider of its rules."""
+
+    path: tuple[Any, ...]
+    provider: qwix.LoraProvider
+
+
+def _wrapped(actor: nnx.Module) -> _Wrapped | None:
+    """The outermost wrapped module of an actor; in MaxText's adapter it is the model inside."""
+    found = [
+        _Wrapped(path, provider)
+        for path, module in nnx.iter_modules(actor)
+        if (provider := _provider(module)) is not None
+    ]
+    return min(found, key=lambda each: len(each.path), default=None)
+
+
 def _provider(actor: nnx.Module) -> qwix.LoraProvider | None:
     """The provider whose rules the wrapped model follows; its call keeps it in a closure."""
     queue: list[Any] = [type(actor).__call__]
@@ -161,9 +178,10 @@ def _factor(pair: _Pair) -> float:
     return getattr(pair.module, "w_scale", None) or 1.0
 
 
-def _scale(pair: _Pair, provider: qwix.LoraProvider | None) -> float:
+def _scale(pair: _Pair, wrapped: _Wrapped | None) -> float:
     """Alpha / rank of the first rule that matches a pair's module and operation, as in qwix."""
-    where = "/".join(map(str, pair.path))
+    prefix, provider = ((), None) if wrapped is None else wrapped
+    where = "/".join(map(str, pair.path[len(prefix) :]))
     is_einsum = getattr(pair.module, f"{pair.weight}_lora_einsum_str", None) is not None
     operation = "einsum" if is_einsum else "dot_general"
     for rule in [] if provider is None else provider._rules:
@@ -180,6 +198,34 @@ def _scale(pair: _Pair, provider: qwix.LoraProvider | None) -> float:
 
 
 # ------------------------------------------------------------------ axes
+
+
+def _axes(pair: _Pair) -> dict[str, Any]:
+    """The fields of a LoraRule that say which axes of the weight A and B have."""
+    features = getattr(pair.module, "in_features_shape", None)
+    if features is None:
+        return {"in_axes": _in_axes(pair)}
+    return _dense_general_axes(pair, len(features), len(pair.module.out_features_shape))
+
+
+def _dense_general_axes(pair: _Pair, num_in: int, num_out: int) -> dict[str, Any]:
+    """The axes of a MaxText layer: inputs, then outputs, with those of a scan behind the first.
+
+    A and B have one axis of inputs or outputs, and those of the scan.
+    """
+    shape = _weight_shape(pair)
+    num_stacked = len(shape) - num_in - num_out
+    stacked = tuple(range(1, 1 + num_stacked))
+    others = [axis for axis in range(len(shape)) if axis not in stacked]
+    sizes = [shape[axis] for axis in stacked]
+    inputs = math.prod(shape[axis] for axis in others[:num_in])
+    given = list(_shape(pair, _A)[:-1])
+    if given != [inputs, *sizes]:
+        raise InvalidConfigError(
+            f"the LoRA A of {pair.name!r} {list(shape)} must be [{inputs}, "
+            f"{''.join(f'{size}, ' for size in sizes)}rank], got {[*given, 'rank']}"
+        )
+    return {"in_axes": tuple(others[:num_in]), "stacked_axes": stacked, "is_merged": True}
 
 
 def _in_axes(pair: _Pair) -> tuple[int, ...]:
@@ -295,6 +341,19 @@ class LoraActor:
     def weights(self) -> list[str]:
         """Names of the weights that have a pair."""
         return [rule.weight for rule in self.rules]
+
+    def check_factors_alone(self) -> None:
+        """Refuses pairs that can only be merged into their weights.
+
+        Raises:
+            InvalidConfigError: names one.
+        """
+        for rule in self.rules:
+            if rule.stacked_axes or rule.is_merged:
+                raise InvalidConfigError(
+                    f"lora='adapter' cannot serve {rule.weight!r}: MaxText's pairs have one axis "
+                    "for several heads, or for all layers; take lora='merged'"
+                )
 
     @property
     def brings_base(self) -> bool:

@@ -17,6 +17,9 @@ from sgljax_engine import (
     flatten_named,
 )
 from tunix_sgljax.lora import LoraActor, is_lora_name
+from tunix_sgljax.maxtext import rules as maxtext_rules
+from tunix_sgljax.maxtext.fields import is_maxtext_config
+from tunix_sgljax.model_config import config_of
 
 _LAYER, _HF_LAYER = "layers.*.", "model.layers.*."
 
@@ -185,10 +188,12 @@ def find_mapping(mapping_obj: Any, model: Any) -> MappingConfig | None:
 
     Args:
         mapping_obj: `RolloutConfig.rollout_mapping_config`: a MappingConfig, dict or object.
-        model: The Tunix model.
+        model: The Tunix model, or MaxText's adapter, whose own mapping is for vLLM.
     """
     if mapping_obj is not None:
         return MappingConfig.build(mapping_obj=mapping_obj, model=model, backend="sglang_jax")
+    if is_maxtext_config(config_of(model)):
+        return None
     try:
         mapping = MappingConfig.build(model=model, backend="sglang_jax")
     except RuntimeError:  # how Tunix reports that a model has no such mapping
@@ -203,7 +208,11 @@ class WeightMapper:
     """
 
     def __init__(
-        self, mapping: MappingConfig | None, model: ModelConfig, lora: LoraActor | None = None
+        self,
+        mapping: MappingConfig | None,
+        model: ModelConfig,
+        lora: LoraActor | None = None,
+        maxtext_config: Any = None,
     ) -> None:
         """Sets the mapping.
 
@@ -211,10 +220,13 @@ class WeightMapper:
             mapping: Result of `find_mapping`.
             model: The engine's model.
             lora: The pairs of a LoRA actor.
+            maxtext_config: The config of MaxText's model, if the actor is one: without a mapping
+                its table takes the place of the built-in rules.
         """
         self._mapping = mapping
         self._model = model
         self._lora = lora
+        self._maxtext_config = maxtext_config
         self._rules: dict[tuple[Any, ...], tuple[WeightRule, ...]] = {}
 
     def named_source(self, params: Any, *, with_base: bool = True) -> dict[str, Any]:
@@ -271,6 +283,8 @@ class WeightMapper:
 
     def _to_rules(self, names: Iterable[str]) -> tuple[Rule, ...]:
         model = self._model
+        if self._mapping is None and self._maxtext_config is not None:
+            return maxtext_rules.to_rules(self._maxtext_config)
         return to_rules(self._mapping, names, model.architecture, model.attention.kv_layers)
 
 

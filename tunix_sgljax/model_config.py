@@ -26,6 +26,9 @@ from sgljax_engine import (
     UnsupportedModelError,
     model_config_from_hf,
 )
+from tunix_sgljax.maxtext import model_config as maxtext
+from tunix_sgljax.maxtext.fields import CONFIG_MODULES as MAXTEXT_MODULES
+from tunix_sgljax.maxtext.fields import is_maxtext_config
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +53,9 @@ def to_model_config(config: Any, *, context_length: int) -> ModelConfig:
     """The engine's description of a model that Tunix trains.
 
     Args:
-        config: A Tunix ModelConfig, the contents of an HF config.json, or an engine ModelConfig
-            (returned unchanged).
-        context_length: Context length for Tunix's configs, which have none.
+        config: A Tunix ModelConfig, a MaxTextConfig, the contents of an HF config.json, or an
+            engine ModelConfig (returned unchanged).
+        context_length: Context length for Tunix's and MaxText's configs, which have none.
 
     Raises:
         UnsupportedModelError: for other models.
@@ -71,11 +74,16 @@ def to_model_config(config: Any, *, context_length: int) -> ModelConfig:
 
 
 def as_trained(model: ModelConfig, actor_config: Any) -> ModelConfig:
-    """`model` with Tunix's own values for the actor where its config.json differs."""
+    """`model` with Tunix's own values for the actor where its config.json differs.
+
+    A model of MaxText's is described by MaxText's config alone, to which its weights are mapped.
+    """
     convert = _converter(actor_config)
     if convert is None:
         return model
     trained = convert(actor_config, model.context_length)
+    if is_maxtext_config(actor_config):
+        return dataclasses.replace(trained, eos_token_ids=model.eos_token_ids)
     for name in _COMPUTED:
         given, wanted = getattr(model, name), getattr(trained, name)
         if given != wanted:
@@ -117,15 +125,26 @@ def _in_words(value: Any) -> str:
     return f"{float(mantissa):g}e{int(exponent)}"
 
 
+def config_of(actor: Any) -> Any:
+    """The config of an actor: its `config`, or that of MaxText's model inside its adapter; or None.
+
+    MaxText sets its adapter's `config` to None.
+    """
+    config = getattr(actor, "config", None)
+    return getattr(getattr(actor, "base", None), "config", None) if config is None else config
+
+
 def compute_dtype(actor_config: Any) -> str | None:
     """Name of the dtype in which Tunix computes a model; None for the dtype of its weights.
 
     Tunix's Qwen2 and Qwen3 cast weights at use to `dtype` of their config, which may differ from
-    the stored dtype. Its other models compute in the dtype of their weights.
+    the stored dtype. So does MaxText. Tunix's other models compute in the dtype of their weights.
 
     Args:
-        actor_config: A Tunix ModelConfig; others, and None, give None.
+        actor_config: A Tunix ModelConfig or a MaxTextConfig; others, and None, give None.
     """
+    if is_maxtext_config(actor_config):
+        return maxtext.compute_dtype(actor_config)
     if _converter(actor_config) is None:
         return None
     dtype = getattr(actor_config, "dtype", None)
@@ -389,12 +408,13 @@ _CONVERTERS: dict[str, Callable[[Any, int], ModelConfig]] = {
     "tunix.models.gemma.model": _gemma,
     "tunix.models.gemma3.model": _gemma3,
     "tunix.models.gemma4.model": _gemma4,
+    **dict.fromkeys(MAXTEXT_MODULES, maxtext.to_model_config),
 }
 """Converters by the module of a config's class, so that no unused model is imported."""
 
 
 def _module(config: Any) -> str:
-    """The Tunix module of a config's class or of one of its bases; "" if none is known."""
+    """The module of a config's class or of one of its bases; "" if none is known."""
     names = (cls.__module__ for cls in type(config).__mro__)
     return next((name for name in names if name in _CONVERTERS), "")
 

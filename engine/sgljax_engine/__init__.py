@@ -53,6 +53,7 @@ from sgljax_engine.model_config import (
     ModelConfig,
     MoEConfig,
     RopeConfig,
+    ScaleConfig,
 )
 from sgljax_engine.observability.metrics import EngineCounters, EngineState, MemoryReport
 from sgljax_engine.observability.progress import EngineProgress, ProgressListener
@@ -162,6 +163,7 @@ __all__ = [
     "Rule",
     "RuntimeConfig",
     "SamplingParams",
+    "ScaleConfig",
     "SchedulerCheckpoint",
     "SchedulerConfig",
     "SpeculationConfig",

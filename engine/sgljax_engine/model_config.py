@@ -169,6 +169,29 @@ class MoEConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaleConfig:
+    """Factors that a trainer keeps in its weights, or out of them, unlike Hugging Face.
+
+    Attributes:
+        embedding: Multiplies token embeddings; None for the architecture's factor.
+        norm_offset: Is added to the weights of norms; None for the architecture's offset.
+        logits: Multiplies logits, before `final_logit_softcap`.
+    """
+
+    embedding: float | None = None
+    norm_offset: float | None = None
+    logits: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Raises InvalidConfigError naming the field."""
+        if self.embedding is not None:
+            check_positive("embedding", self.embedding)
+        is_known = self.norm_offset in (None, 0.0, 1.0)
+        require(is_known, "norm_offset", self.norm_offset, "None, 0.0 or 1.0")
+        check_positive("logits", self.logits)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Shape of a decoder-only transformer, named as in Hugging Face's config.json.
 
@@ -197,6 +220,7 @@ class ModelConfig:
         attention_bias: Whether the four projections of attention add a bias.
         mlp_bias: Whether the three projections of the MLP add a bias.
         moe: The experts of each layer; None for a dense model.
+        scales: Factors of the form in which weights come.
     """
 
     architecture: str
@@ -219,6 +243,7 @@ class ModelConfig:
     attention_bias: bool = False
     mlp_bias: bool = False
     moe: MoEConfig | None = None
+    scales: ScaleConfig = ScaleConfig()
 
     def __post_init__(self) -> None:
         """Raises InvalidConfigError naming the first field that is out of range."""

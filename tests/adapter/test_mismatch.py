@@ -203,6 +203,25 @@ def test_a_missed_update_is_found(make_rollout, other_model):
     assert report.rows_off() == dict.fromkeys(range(len(PROMPTS)), 0)
     assert not report.is_within()
     assert "BEYOND" in str(report)
+    assert report.padding is None
+
+
+def test_padding_that_enters_the_trainers_result_is_told():
+    """The sliding window of Tunix's Gemma 2 counts padding."""
+    model = tunix_families.make("gemma2")
+    rollout = new_rollout(model, sampling_params={"bad_token_ids": [ref.PAD_ID]})
+    prompts = [
+        np.resize(ids % 95 + 1, size) for ids, size in zip(PROMPTS, (16, 9, 5), strict=False)
+    ]
+    report = report_of(rollout, model, prompts)
+    rollout.close()
+    assert report.padding is not None
+    row, with_padding, without, fault = report.padding
+    assert row in (1, 2)
+    assert without < report.default_tolerance < with_padding == report.difference[row].max()
+    assert fault == ""
+    assert f"row {row}: off by" in str(report)
+    assert json.loads(json.dumps(report.to_dict()))["padding"]["row"] == row
 
 
 # ------------------------------------------------------------------ the report

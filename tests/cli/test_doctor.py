@@ -18,9 +18,11 @@ from sgljax_engine.models.registry import get_model
 from tests.engine.small_tokenizers import GOLDEN
 from tunix_sgljax.cli import doctor_checks as checks
 from tunix_sgljax.cli import doctor_facts
+from tunix_sgljax.cli.doctor import describe
 from tunix_sgljax.cli.doctor_checks import Finding
 from tunix_sgljax.cli.doctor_facts import Cache, Device, Facts, Model
 from tunix_sgljax.cli.main import main
+from tunix_sgljax.maxtext.requirements import WHEELS
 
 MODEL = GOLDEN / "qwen3_gqa_tied"
 CPU = Device(platform="cpu", kind="cpu")
@@ -55,6 +57,9 @@ def with_versions(**changes):
     versions = {**SOUND.versions, **changes}
     present = {name: version for name, version in versions.items() if version is not None}
     return dataclasses.replace(SOUND, versions=present)
+
+
+WITH_MAXTEXT = with_versions(**{wheel.name: "1" for wheel in WHEELS})
 
 
 PROXY = {"JAX_PLATFORMS": "proxy"}
@@ -225,6 +230,24 @@ CASES: list[tuple[Callable[[Facts], Iterator[Finding]], Facts, str, str, str]] =
         "nvidia-smi",
     ),
     (
+        checks.check_maxtext,
+        WITH_MAXTEXT,
+        "problem",
+        "needs Python 3.12 or newer, and this is 3.11.9",
+        "docs/maxtext.md",
+    ),
+    (
+        checks.check_maxtext,
+        dataclasses.replace(
+            WITH_MAXTEXT,
+            python="3.12.1",
+            versions={n: v for n, v in WITH_MAXTEXT.versions.items() if n != "aqtp"},
+        ),
+        "problem",
+        "needs what is not: aqtp",
+        'pip install --no-deps "aqtp"',
+    ),
+    (
         checks.check_model,
         with_model(
             problem="architecture 'X' is not supported", problem_kind="UnsupportedModelError"
@@ -321,6 +344,13 @@ def test_pathways_is_known_by_its_runtime_or_by_what_is_asked_for():
     assert list(checks.check_pathways(dataclasses.replace(BEHIND_PROXY, devices=(limit,)))) == []
     not_started = dataclasses.replace(BEHIND_PROXY, jax_problem="x", devices=())
     assert list(checks.check_jax_starts(not_started)) == []  # `check_pathways` says it
+
+
+def test_maxtexts_trainer_is_told_where_it_can_run():
+    facts = dataclasses.replace(WITH_MAXTEXT, python="3.12.1")
+    assert list(checks.check_maxtext(facts)) == []
+    assert "  vLLM for TPUs: not installed" in describe(facts)
+    assert not any("MaxText" in line for line in describe(SOUND))
 
 
 def test_findings_put_problems_first():

@@ -37,6 +37,7 @@ from sgljax_engine.models.registry import get_model
 from sgljax_engine.weights.apply import apply
 from sgljax_engine.weights.checks import await_source
 from sgljax_engine.weights.forms import Form
+from sgljax_engine.weights.lora import LoraTerm, merge_on_host
 from sgljax_engine.weights.plan import WeightPlanner, plan_sync
 from sgljax_engine.weights.rules import RuleTable
 from sgljax_engine.weights.served import ServedSource
@@ -114,6 +115,7 @@ class TestRules:
                     ".".join(rng.choice(words, rng.integers(1, 4))),
                     (None, "x.*", "y")[rng.integers(3)],
                     part=(None, None, 0, 1)[rng.integers(4)],
+                    is_shared=bool(rng.integers(4) == 0),
                 )
                 for _ in range(12)
             ]
@@ -122,7 +124,9 @@ class TestRules:
                 for name in map(".".join, itertools.product(words[:3], repeat=length)):
                     sources = [rule.source for rule in rules if fits(rule.source, name)]
                     same = [rule for rule in rules if sources and rule.source == sources[0]]
-                    ends = [i for i, rule in enumerate(same) if rule.part is None]
+                    ends = [
+                        i for i, rule in enumerate(same) if rule.part is None and not rule.is_shared
+                    ]
                     expected = same[: ends[0] + 1] if ends else same
                     found = table.match(name)
                     assert [each.rule for each in found] == expected
@@ -330,6 +334,86 @@ class TestStackedLayers:
             np.testing.assert_allclose(stored, expected[:, i], rtol=1e-5, atol=1e-6)
 
 
+def block_rules(shape: tuple[int, int], axes: tuple[int, int]) -> list[Rule]:
+    """Rules for layers in two stacked axes, blocks and layers of a block."""
+    return [
+        Rule("w", f"{shape[1] * block + layer}.w", (1, 0), part=(block, layer), part_axis=axes)
+        for block in range(shape[0])
+        for layer in range(shape[1])
+    ]
+
+
+class TestTwoStackedAxes:
+    """Layers in two stacked axes, as MaxText scans blocks of layers."""
+
+    @pytest.mark.parametrize("axes", [(0, 1), (1, 2), (2, 0), (-1, 1)])
+    def test_each_layer_is_taken_from_its_place(self, axes):
+        layers = np.random.default_rng(0).normal(size=(2, 3, 5, 4)).astype(np.float32)
+        stack = np.moveaxis(layers, (0, 1), axes)
+        targets = {f"{i}.w": target((4, 5), form=FORMS[i % 3]) for i in range(6)}
+        made = sync({"w": stack}, block_rules((2, 3), axes), targets)
+        for i in range(6):
+            stored = FORMS[i % 3].restore(made[f"{i}.w"], (4, 5))
+            np.testing.assert_array_equal(stored, layers[divmod(i, 3)].T)
+
+    def test_a_lora_pair_has_one_of_the_axes(self):
+        rng = np.random.default_rng(0)
+        source = {
+            "w": rng.normal(size=(5, 2, 3, 4)).astype(np.float32),
+            "a": rng.normal(size=(5, 2, 1)).astype(np.float32),
+            "b": rng.normal(size=(1, 3, 4)).astype(np.float32),
+        }
+        rules = [*block_rules((2, 3), (1, 2)), LoraRule("w", "a", "b", 0.5, (0, 1))]
+        made = sync(source, rules, {f"{i}.w": target((4, 5)) for i in range(6)})
+        expected = source["w"] + 0.5 * np.tensordot(source["a"], source["b"], 1)
+        for i in range(6):
+            block, layer = divmod(i, 3)
+            np.testing.assert_allclose(
+                made[f"{i}.w"], expected[:, block, layer].T, rtol=1e-5, atol=1e-6
+            )
+
+    @pytest.mark.parametrize(
+        ("rules", "message"),
+        [
+            (block_rules((2, 2), (1, 2)), r"has 2 x 3 parts, the rules take \[\(0, 0\), \(0, 1\)"),
+            (block_rules((2, 3), (1, 4)), r"no axis that all of its rules take parts of: \[\(1, 4"),
+            (block_rules((2, 2), (1, -3)), r"no axis that all of its rules take parts of"),
+            (
+                [Rule("w", "0.w", part=(0,), part_axis=(1, 2))],
+                r"index on each of the axes \[1, 2\]",
+            ),
+            ([Rule("w", "0.w", part=(0, 0), part_axis=(1, 2), num_parts=2)], "cannot be cut"),
+        ],
+    )
+    def test_wrong_parts_are_named(self, rules, message):
+        targets = {f"{i}.w": target((4, 5)) for i in range(6)}
+        with pytest.raises(WeightSyncError, match=message):
+            sync({"w": np.zeros((5, 2, 3, 4), np.float32)}, rules, targets)
+
+
+class TestSharedSource:
+    """One source for two targets, as an embedding that is also the head."""
+
+    RULES = (
+        Rule("table", "embedding", is_shared=True),
+        Rule("table", "head", hook=lambda x: jax.lax.reduce_precision(x, 8, 7)),
+    )
+
+    def test_each_target_has_its_own_hook(self):
+        table = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
+        made = sync(
+            {"table": table}, self.RULES, {"embedding": target((6, 4)), "head": target((6, 4))}
+        )
+        np.testing.assert_array_equal(made["embedding"], table)
+        rounded = table.astype(jnp.bfloat16).astype(np.float32)
+        np.testing.assert_array_equal(made["head"], rounded)
+        assert (rounded != table).any()
+
+    def test_a_target_that_is_not_there_is_named(self):
+        with pytest.raises(WeightSyncError, match="'table' maps to 'head', which the model does"):
+            sync({"table": np.zeros((6, 4))}, self.RULES, {"embedding": target((6, 4))})
+
+
 FUSED_RULES = (
     Rule("w", "k", (1, 0, 2), part=0),
     Rule("w", "v", (1, 0, 2), part=1),
@@ -380,6 +464,58 @@ class TestLora:
         rules = [Rule("w", "w"), LoraRule("w", "a", "b", 1.0)]
         made = sync(source, rules, {"w": target((4, 4))})
         np.testing.assert_array_equal(made["w"], np.full((4, 4), 1 + 2.0**-12, np.float32))
+
+    def test_layers_that_are_stacked_have_pairs_of_their_own(self):
+        """As MaxText's scan stacks them: on axis 1, with heads as axes of W and not of A and B."""
+        rng = np.random.default_rng(2)
+        shapes = {"q": (6, 3, 2, 5), "qa": (6, 3, 4), "qb": (4, 3, 10)}
+        shapes |= {"o": (2, 3, 5, 6), "oa": (10, 3, 4), "ob": (4, 3, 6)}
+        source = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+        rules = [
+            Rule("q", "*.q", None, None, "each", 1),
+            Rule("o", "*.o", None, None, "each", 1),
+            LoraRule("q", "qa", "qb", 2.0, (0,), (1,), is_merged=True),
+            LoraRule("o", "oa", "ob", 0.5, (0, 2), (1,), is_merged=True),
+        ]
+        targets = {f"{i}.q": target((6, 10)) for i in range(3)}
+        targets |= {f"{i}.o": target((10, 6)) for i in range(3)}
+        made = sync(source, rules, targets)
+        for i in range(3):
+            q = source["q"][:, i].reshape(6, 10) + 2.0 * source["qa"][:, i] @ source["qb"][:, i]
+            o = source["o"][:, i].reshape(10, 6) + 0.5 * source["oa"][:, i] @ source["ob"][:, i]
+            np.testing.assert_allclose(made[f"{i}.q"], q, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(made[f"{i}.o"], o, rtol=1e-5, atol=1e-5)
+
+    def test_a_stack_that_is_not_taken_apart(self):
+        rng = np.random.default_rng(3)
+        shapes = {"w": (3, 4, 5), "a": (4, 3, 2), "b": (2, 3, 5)}
+        source = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+        pair = LoraRule("w", "a", "b", 2.0, (1,), (0,))
+        made = sync(source, [Rule("w", "w"), pair], {"w": target((3, 4, 5))})
+        whole = source["w"] + 2.0 * np.einsum("isr,rso->sio", source["a"], source["b"])
+        np.testing.assert_allclose(made["w"], whole, rtol=1e-5, atol=1e-5)
+        term = LoraTerm("a", "b", 2.0, (1,), (0,))
+        on_host = merge_on_host(source["w"], source["a"], source["b"], term)
+        np.testing.assert_allclose(on_host, whole, rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize(
+        ("rule", "message"),
+        [
+            (
+                LoraRule("q", "a", "b", 1.0, (0,), (1,), is_merged=True),
+                r"A must be \[6, 3, 4\] and B \[4, 3, 10\]",
+            ),
+            (LoraRule("q", "a", "b", 1.0, (0,), (1,)), r"and B \[4, 3, 2, 5\]"),
+            (LoraRule("q", "a", "b", 1.0, (0,), (0,)), r"axes \[0, 0\] are no axes of it"),
+            (LoraRule("q", "a", "b", 1.0, (0,), (4,)), r"axes \[0, 4\] are no axes of it"),
+        ],
+    )
+    def test_pairs_that_do_not_fit_stacked_layers_are_named(self, rule, message):
+        shapes = {"q": (6, 3, 2, 5), "a": (6, 3, 4), "b": (4, 3, 9)}
+        source = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+        rules = [Rule("q", "*.q", None, None, "each", 1), rule]
+        with pytest.raises(WeightSyncError, match=message):
+            sync(source, rules, {f"{i}.q": target((6, 10)) for i in range(3)})
 
     @pytest.mark.parametrize("name", BAD_PAIRS)
     def test_what_does_not_fit_is_named(self, name):

@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from tests.devices import ROOT, run_python
 from tests.recipes.recipes import NUM_DEVICES, RECIPES, Recipe
@@ -45,10 +46,13 @@ the rollout shares unless there is a second. The PPO recipes ran as programs wit
 _COLUMNS = "| | recipe | trains | meshes | names | |\n|---:|---|---|---|---|---|\n"
 
 
-def run_recipes(numbers: Iterable[int]) -> dict[int, str]:
+def run_recipes(numbers: Iterable[int], python: str | Path = sys.executable) -> dict[int, str]:
     """What comes out of recipes, run in a process with `NUM_DEVICES` devices; by number."""
     done = run_python(
-        "-m", "tests.recipes.run", *numbers, num_devices=NUM_DEVICES, limit_s=_LIMIT_S
+        *("-m", "tests.recipes.run", *numbers),
+        num_devices=NUM_DEVICES,
+        limit_s=_LIMIT_S,
+        python=python,
     )
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {entry["number"]: entry["outcome"] for entry in found}
@@ -61,12 +65,19 @@ def run_elsewhere(recipe: Recipe, tunix: str | None) -> str | None:
         recipe: One with `elsewhere`.
         tunix: A checkout of Tunix's main.
     """
-    if recipe.elsewhere == "tunix" and tunix is not None:
-        tests = ["tests/experimental/test_nodes.py", "-k", "three_steps"]
-        command = [sys.executable, "tests/with_tunix.py", tunix, "-q", "-m", "", *tests]
-    else:
+    if recipe.elsewhere == "maxtext":
+        python = ROOT / ".venv-maxtext" / "bin" / "python"
+        return run_recipes([recipe.number], python)[recipe.number] if python.exists() else None
+    if tunix is None:
         return None
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    tests = ["tests/experimental/test_nodes.py", "-k", "three_steps"]
+    done = subprocess.run(
+        [sys.executable, "tests/with_tunix.py", tunix, "-q", "-m", "", *tests],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     last = (done.stdout.strip() or done.stderr.strip()).splitlines()[-1]
     # Skipped tests end well too.
     return "runs" if done.returncode == 0 and last.startswith("1 passed") else last
@@ -134,7 +145,7 @@ def main(arguments: Sequence[str]) -> int:
     for recipe in RECIPES:
         if recipe.elsewhere and (outcome := run_elsewhere(recipe, tunix)) is not None:
             outcomes[recipe.number] = outcome
-    outcomes |= run_recipes(recipe.number for recipe in RECIPES if recipe.model is not None)
+    outcomes |= run_recipes(recipe.number for recipe in RECIPES if recipe.runs_here)
     OUTPUT.write_text(render(outcomes), encoding="utf-8")
     return 0
 

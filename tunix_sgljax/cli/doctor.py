@@ -95,7 +95,19 @@ def describe(facts: Facts) -> list[str]:
             f"  compilation cache: {cache.path} ({cache.num_files} files, "
             f"{cache.num_bytes / 1e6:.1f} MB{'' if cache.is_writable else ', not writable'})"
         )
-    return lines + _describe_pathways(facts) + _describe_preview(facts)
+    return lines + _describe_maxtext(facts) + _describe_pathways(facts) + _describe_preview(facts)
+
+
+def _describe_maxtext(facts: Facts) -> list[str]:
+    if "maxtext" not in facts.versions:
+        return []
+    has_vllm = {"vllm", "tpu-inference"} <= facts.versions.keys()
+    return [
+        "",
+        f"MaxText {facts.versions['maxtext']}: tunix-sgljax maxtext rl runs its trainer with this "
+        "engine",
+        f"  vLLM for TPUs: {'installed, and left alone' if has_vllm else 'not installed'}",
+    ]
 
 
 def _describe_pathways(facts: Facts) -> list[str]:

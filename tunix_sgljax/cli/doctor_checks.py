@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 from tunix_sgljax.cli.doctor_facts import Facts, required_here
+from tunix_sgljax.maxtext.requirements import MIN_PYTHON, install_line, missing_wheels
 
 _GB = 1e9
 _MIN_AVAILABLE_BYTES = 2e9
@@ -85,6 +86,25 @@ def check_pathways(facts: Facts) -> Findings:
             "max_running_requests x max_model_len tokens whether they fit or not",
             "set num_kv_tokens, or max_running_requests and max_model_len, to what fits; "
             "mem_fraction_static has no effect",
+        )
+
+
+def check_maxtext(facts: Facts) -> Findings:
+    """What MaxText's RL trainer needs is there, if MaxText is."""
+    if "maxtext" not in facts.versions:
+        return
+    if tuple(map(int, facts.python.split(".")[:2])) < MIN_PYTHON:
+        wanted = ".".join(map(str, MIN_PYTHON))
+        yield _problem(
+            f"maxtext is installed and needs Python {wanted} or newer, and this is {facts.python}",
+            f"install both into an environment of Python {wanted} (docs/maxtext.md)",
+        )
+    missing = missing_wheels(facts.versions)
+    if missing:
+        names = ", ".join(wheel.name for wheel in missing)
+        yield _problem(
+            f"maxtext is installed, and its RL trainer needs what is not: {names}",
+            install_line(missing),
         )
 
 
@@ -223,6 +243,7 @@ CHECKS: tuple[Callable[[Facts], Findings], ...] = (
     check_requirements,
     check_jax_starts,
     check_pathways,
+    check_maxtext,
     check_accelerator_is_used,
     check_variables,
     check_cache,

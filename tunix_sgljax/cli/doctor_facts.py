@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 
 from tunix_sgljax.bench.environment import num_cores
 from tunix_sgljax.cli import pathways
+from tunix_sgljax.maxtext.requirements import WHEELS
 
 if TYPE_CHECKING:
     from sgljax_engine import EngineConfig, EnginePreview
@@ -25,6 +26,7 @@ PACKAGES = (
     *("tunix-sgljax", "google-tunix", "jax", "jaxlib", "flax", "numpy", "optax"),
     *("orbax-checkpoint", "qwix", "safetensors", "tokenizers", "transformers"),
     *("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "pathwaysutils", "torch"),
+    *("maxtext", "vllm", "tpu-inference"),
 )
 """Packages shown if installed."""
 
@@ -179,10 +181,11 @@ def required_here(lines: Sequence[str]) -> Iterator[Requirement]:
 
 
 def installed_versions(requirements: Sequence[str]) -> dict[str, str]:
-    """Installed versions of `PACKAGES` and required packages."""
-    required = {requirement.name for requirement in required_here(requirements)}
+    """Installed versions of `PACKAGES`, required packages, and what MaxText's trainer needs."""
+    wanted = {requirement.name for requirement in required_here(requirements)}
+    wanted |= {wheel.name for wheel in WHEELS}
     versions = {}
-    for name in (*PACKAGES, *sorted(required.difference(PACKAGES))):
+    for name in (*PACKAGES, *sorted(wanted.difference(PACKAGES))):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -44,6 +44,7 @@ class Command(Protocol):
 COMMANDS = {
     "train": "Train with GRPO or PPO, as a config file says.",
     "tunix": "Run Tunix's own GRPO, PPO or PEFT command on a recipe's YAML and overrides.",
+    "maxtext": "Run MaxText's own RL trainer on its YAML and overrides, sampling on this engine.",
     "generate": "Complete prompts with a model in a Hugging Face folder.",
     "serve": "Serve a model in a Hugging Face folder over HTTP.",
     "bench": "Measure speed on this machine, alone or against Tunix's vanilla sampler.",
@@ -59,6 +60,7 @@ _EXAMPLES = """examples:
   tunix-sgljax serve --model path/to/Qwen3-0.6B --port 30000
   tunix-sgljax train --config configs/grpo_addition.yaml
   tunix-sgljax tunix grpo base_config.yaml rollout_engine=sgljax
+  tunix-sgljax maxtext rl rl.yml model_name=qwen3-0.6b run_name=first
   tunix-sgljax convert checkpoints/actor --base path/to/Qwen3-0.6B --output trained
   tunix-sgljax bench --random small --against vanilla
   tunix-sgljax aot --model qwen3-0.6b --topology v5e:1x1 --engine max_model_len=1024

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,8 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from sgljax_engine import InvalidRequestError
 from tunix_sgljax import padding
 from tunix_sgljax.exactness.trainer_match import trainer_logps
-from tunix_sgljax.model_config import coarser_dtype, compute_dtype
+from tunix_sgljax.maxtext.known_faults import padding_fault
+from tunix_sgljax.model_config import coarser_dtype, compute_dtype, config_of
 from tunix_sgljax.rollout import SglJaxRollout
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.25}
@@ -45,6 +47,22 @@ class WorstToken(NamedTuple):
     token_id: int
     sampler: float
     trainer: float
+
+
+class PaddingEffect(NamedTuple):
+    """What the padding in front of a prompt does to the trainer's log-probs of its row.
+
+    Attributes:
+        row: The row that is off by most among those with padding.
+        with_padding, without: The largest difference between sampler and trainer there, in the
+            trainer's batch, and when the trainer scores the same tokens without the padding.
+        fault: A known reason in the trainer's model; "" if there is none.
+    """
+
+    row: int
+    with_padding: float
+    without: float
+    fault: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,6 +132,8 @@ class MismatchReport:
         temperature: Temperature of both.
         pad_rows: Rows in which the pad id was sampled, ascending.
         prompt_pad_rows: Rows whose prompt has the pad id after another token, ascending.
+        padding: Set if a row is off and the padding in front of its prompt is why: the trainer's
+            own log-probs change by more than the tolerance when it is taken away.
 
     Shape:
         tokens, sampler, trainer, is_compared: [B, C].
@@ -129,6 +149,7 @@ class MismatchReport:
     temperature: float
     pad_rows: tuple[int, ...]
     prompt_pad_rows: tuple[int, ...] = ()
+    padding: PaddingEffect | None = None
 
     @property
     def difference(self) -> np.ndarray:
@@ -193,6 +214,7 @@ class MismatchReport:
             "rows_off": {str(row): at for row, at in self.rows_off().items()},
             "pad_rows": list(self.pad_rows),
             "prompt_pad_rows": list(self.prompt_pad_rows),
+            "padding": None if self.padding is None else self.padding._asdict(),
             "quantiles": list(QUANTILES),
             "overall": self.overall.to_dict(),
             "worst": self.worst._asdict(),
@@ -226,6 +248,14 @@ class MismatchReport:
                 lines.append(
                     f"  {what} in rows {list(rows)}: the trainer hides it from the tokens behind it"
                 )
+        if self.padding is not None:
+            row, with_padding, without, fault = self.padding
+            lines.append(
+                f"  padding           row {row}: off by {with_padding:.3e}, without the padding in "
+                f"front of its prompt by {without:.3e}: padding enters the trainer's log-probs"
+            )
+            if fault:
+                lines.append(f"                    {fault}")
         return "\n".join(lines)
 
 
@@ -269,21 +299,21 @@ def mismatch_report(
     tokens_BC = padding.right_pad(output.tokens, width, pad_id)
     graphdef, state = nnx.split(trainer_model)
     prompts_BP = np.asarray(output.left_padded_prompt_tokens)
-    trainer_BC = trainer_logps(
+    score = functools.partial(
+        trainer_logps,
         graphdef,
         state,
-        prompts_BP,
-        tokens_BC,
         pad_id=pad_id,
         eos_id=rollout.eos_id(),
         temperature=config.temperature,
         batch_size=batch_size,
     )
+    trainer_BC = score(prompts_BP, tokens_BC)
     lengths_B = np.array([len(row) for row in output.tokens])
     is_sampled = np.arange(width)[None] < lengths_B[:, None]
     is_compared = is_sampled & (tokens_BC != pad_id)
     sampled = [np.asarray(row, np.float32) for row in output.logprobs]
-    return MismatchReport(
+    report = MismatchReport(
         tokens=tokens_BC,
         sampler=np.where(is_compared, padding.spread(sampled, is_sampled), np.float32(0)),
         trainer=np.where(is_compared, trainer_BC, np.float32(0)),
@@ -295,6 +325,32 @@ def mismatch_report(
         pad_rows=_rows_with(pad_id, output.tokens),
         prompt_pad_rows=_rows_with(pad_id, padding.unpad_prompts(prompts_BP, pad_id)),
     )
+    effect = _padding_effect(report, prompts_BP, pad_id, score)
+    if effect is None:
+        return report
+    fault = padding_fault(config_of(trainer_model)) or ""
+    return dataclasses.replace(report, padding=effect._replace(fault=fault))
+
+
+def _padding_effect(
+    report: MismatchReport, prompts_BP: np.ndarray, pad_id: int, score: Callable[..., np.ndarray]
+) -> PaddingEffect | None:
+    """What padding does to the worst row that has some; None if no padded row is off, or little."""
+    rows = [row for row in report.rows_off() if prompts_BP[row, 0] == pad_id]
+    if not rows:
+        return None
+    row = max(rows, key=lambda row: report.difference[row].max())
+    # As many rows as before, so that a mesh divides them.
+    ids_BP = np.tile(
+        padding.unpad_prompts(prompts_BP[row : row + 1], pad_id)[0], (len(prompts_BP), 1)
+    )
+    alone = score(ids_BP, np.tile(report.tokens[row], (len(prompts_BP), 1)))[0]
+    kept = report.is_compared[row]
+    change = np.abs(alone - report.trainer[row])[kept].max()
+    if not change > report.default_tolerance:
+        return None
+    without = np.abs(alone - report.sampler[row])[kept].max()
+    return PaddingEffect(row, float(report.difference[row].max()), float(without), "")
 
 
 def _rows_with(pad_id: int, rows: Sequence[np.ndarray]) -> tuple[int, ...]:
@@ -316,4 +372,4 @@ def _computed_dtype(model: nnx.Module, graphdef: Any, state: Any) -> str:
         return model(ids_BT, positions=ids_BT, cache=None, attention_mask=mask_BTS)[0]
 
     dtype = np.dtype(jax.eval_shape(logits, state, ids_BT, mask_BTS).dtype).name
-    return coarser_dtype(dtype, compute_dtype(getattr(model, "config", None)) or dtype)
+    return coarser_dtype(dtype, compute_dtype(config_of(model)) or dtype)

@@ -23,7 +23,8 @@ from sgljax_engine import (
 )
 from tunix_sgljax import mappings
 from tunix_sgljax.lora import LoraMode, find_lora, is_lora_name
-from tunix_sgljax.model_config import as_trained, engine_dtype, to_model_config
+from tunix_sgljax.maxtext.fields import is_maxtext_config
+from tunix_sgljax.model_config import as_trained, config_of, engine_dtype, to_model_config
 from tunix_sgljax.policy_weights import PolicyWeights
 from tunix_sgljax.rollout_config import engine_options
 from tunix_sgljax.rollout_config.fields import lora_scaling as scaling_of
@@ -95,7 +96,9 @@ class EngineBuilder:
         asked_scaling = scaling_of(config)
         scaling = asked_scaling if self._lora_scaling is None else self._lora_scaling
         lora = find_lora(self.actor, scaling)
-        mapper = mappings.WeightMapper(mapping, self.model_config, lora)
+        if lora is not None and self._lora_mode == "adapter":
+            lora.check_factors_alone()
+        mapper = mappings.WeightMapper(mapping, self.model_config, lora, self._maxtext_config())
         self.weights = PolicyWeights(mapper, lora, self._lora_mode)
         slots = self.weights.adapter_config(
             engine_config.lora, self.explicit_options, max_lora_rank(config)
@@ -116,7 +119,7 @@ class EngineBuilder:
         runtime = self.engine_config.runtime
         if runtime.dtype is None:
             stored = np.dtype(next(iter(first.weights.values())).dtype).name
-            dtype = engine_dtype(getattr(self.actor, "config", None), stored)
+            dtype = engine_dtype(self._maxtext_config() or config_of(self.actor), stored)
             runtime = dataclasses.replace(runtime, dtype=dtype)
         self.dtype = str(runtime.dtype)
         return Engine(
@@ -159,6 +162,14 @@ class EngineBuilder:
             if folder and (Path(folder) / "config.json").is_file():
                 given = load_model_config(folder)
             else:
-                given = getattr(self.actor, "config", None)
+                given = config_of(self.actor)
         model = to_model_config(given, context_length=max(_MIN_CONTEXT_LENGTH, wanted))
-        return as_trained(model, getattr(self.actor, "config", None))
+        maxtext_config = self._maxtext_config()
+        if maxtext_config is not None and config.rollout_mapping_config is not None:
+            return model  # what the user's mapping maps to
+        return as_trained(model, maxtext_config or config_of(self.actor))
+
+    def _maxtext_config(self) -> Any:
+        """MaxText's config, given or of the actor; None for another trainer's model."""
+        both = (self._given_model_config, config_of(self.actor))
+        return next(filter(is_maxtext_config, both), None)

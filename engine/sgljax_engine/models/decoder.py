@@ -25,7 +25,7 @@ from sgljax_engine.layers.rope import (
 )
 from sgljax_engine.layers.tiles import Tokens
 from sgljax_engine.model_config import ModelConfig, RopeConfig
-from sgljax_engine.models.decoder_params import DecoderTraits, param_specs
+from sgljax_engine.models.decoder_params import DecoderTraits, norm_offset, param_specs
 from sgljax_engine.models.hf import HfConfig
 from sgljax_engine.models.mixture import mixture, router_logits
 from sgljax_engine.models.spec import (
@@ -165,9 +165,10 @@ class _Layers(NamedTuple):
     def embed(self, ids: jax.Array) -> jax.Array:
         table = self.params["model.embed_tokens.weight"]
         x = self.layout.place(self.context.kernels.embed(table, ids, self.context.dtype))
-        if self.traits.scales_embeddings:
-            x = x * jnp.asarray(self.context.config.hidden_size**0.5, x.dtype)
-        return x
+        factor = self.context.config.scales.embedding
+        if factor is None:
+            factor = self.context.config.hidden_size**0.5 if self.traits.scales_embeddings else 1.0
+        return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)
 
     def layer_inputs(
         self, args: tuple[jax.Array, jax.Array, jax.Array | None]
@@ -406,15 +407,18 @@ class _Layers(NamedTuple):
 
     def norm_of(self, name: str) -> tuple[jax.Array, float, float]:
         """Weight, eps and offset of a norm."""
-        offset = 1.0 if self.traits.has_offset_norms else 0.0
-        return self.params[f"{name}.weight"], self.context.config.rms_norm_eps, offset
+        return self.params[f"{name}.weight"], self.context.config.rms_norm_eps, self.norm_offset
 
     def norm(self, name: str | None, x: jax.Array) -> jax.Array:
         """The norm of that name; without a name, one without a weight."""
-        offset = 1.0 if self.traits.has_offset_norms else 0.0
         eps = self.context.config.rms_norm_eps
         weight = None if name is None else self.params[f"{name}.weight"]
-        return self.context.kernels.norm(x, weight, eps, offset, self.context.options)
+        return self.context.kernels.norm(x, weight, eps, self.norm_offset, self.context.options)
+
+    @property
+    def norm_offset(self) -> float:
+        """What is added to the weights of norms."""
+        return norm_offset(self.context.config, self.traits)
 
     def rope_tables(self, rope: RopeConfig, head_dim: int, positions: jax.Array) -> Rope:
         def timescales() -> jax.Array:
@@ -466,6 +470,8 @@ def _logits(
         change = _adapter_change(weights, context, "lm_head", placed, adapters)
         if change is not None:
             found = found + context.layout.tokens_first(change).astype(jnp.float32)
+        if config.scales.logits != 1.0:
+            found = found * jnp.float32(config.scales.logits)
         return soft_cap(found, config.final_logit_softcap)
 
     return context.kernels.fuse(logits)(context.kernels.weights(used), hidden)

@@ -36,6 +36,12 @@ class DecoderTraits(NamedTuple):
     has_layer_scale: bool = False
 
 
+def norm_offset(config: ModelConfig, traits: DecoderTraits) -> float:
+    """What a decoder adds to the weights of its norms."""
+    given = config.scales.norm_offset
+    return (1.0 if traits.has_offset_norms else 0.0) if given is None else given
+
+
 def param_specs(config: ModelConfig, traits: DecoderTraits) -> dict[str, ParamSpec]:
     """All parameters of a decoder, by Hugging Face's names."""
     specs = _Specs({}, config, traits)
@@ -94,7 +100,8 @@ class _Specs(NamedTuple):
             self.found[bias] = ParamSpec(shape[1:], ParamKind.BIAS, axes[1:], bias)
 
     def norm(self, name: str, size: int) -> None:
-        kind = ParamKind.OFFSET_NORM if self.traits.has_offset_norms else ParamKind.NORM
+        is_offset = norm_offset(self.config, self.traits) == 1.0
+        kind = ParamKind.OFFSET_NORM if is_offset else ParamKind.NORM
         self.found[f"{name}.weight"] = ParamSpec((size,), kind, (None,), f"{name}.scale")
 
     def table(self, name: str, width: int, kind: ParamKind) -> None:

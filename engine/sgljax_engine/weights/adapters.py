@@ -28,6 +28,7 @@ from sgljax_engine.weights.rules import (
     RuleTable,
     WeightRule,
     flatten_named,
+    indices_by_axis,
 )
 from sgljax_engine.weights.specs import TargetSpec, Weights, source_spec
 
@@ -63,7 +64,7 @@ class _Step(NamedTuple):
     Attributes:
         name: Name of the projection.
         a, b: Source names.
-        part: Index on `part_axis` of A or B, and which of the two; None for all.
+        parts: A or B, an axis of it, and the index that is taken there; in this order.
         a_axes, b_axes: Axes of A and B in the projection's order, without the rank.
         scale: Factor that is multiplied into B.
     """
@@ -71,7 +72,7 @@ class _Step(NamedTuple):
     name: str
     a: str
     b: str
-    part: tuple[str, int, int] | None
+    parts: tuple[tuple[str, int, int], ...]
     a_axes: tuple[int, ...]
     b_axes: tuple[int, ...]
     scale: float
@@ -278,14 +279,14 @@ def _step(
         return "its rule has a hook, which cannot be applied to the factors; use lora='merged'"
     axes = list(range(len(shape)))
     in_axes, out_axes = list(term.in_axes), [axis for axis in axes if axis not in term.in_axes]
-    part = None
-    if found.part is not None:
-        at = axes[rule.part_axis]
+    parts = []
+    taken = () if found.part is None else indices_by_axis(found.part, rule.part_axes, len(shape))
+    for at, index in taken:
         if at in in_axes:
-            part = ("a", in_axes.index(at), found.part)
+            parts.append(("a", in_axes.index(at), index))
             in_axes.remove(at)
         else:
-            part = ("b", 1 + out_axes.index(at), found.part)
+            parts.append(("b", 1 + out_axes.index(at), index))
             out_axes.remove(at)
         axes.remove(at)
     if rule.transpose is not None:
@@ -306,7 +307,7 @@ def _step(
         name,
         term.a,
         term.b,
-        part,
+        tuple(parts),
         tuple(in_axes.index(axis) for axis in axes[:num_in]),
         tuple(out_axes.index(axis) for axis in axes[num_in:]),
         term.scale,
@@ -350,8 +351,7 @@ def _load(
 
 def _factors(a: jax.Array, b: jax.Array, step: _Step) -> tuple[jax.Array, jax.Array]:
     """A [in, r] and scale B [r, out] of a projection, float32."""
-    if step.part is not None:
-        which, axis, index = step.part
+    for which, axis, index in step.parts:
         if which == "a":
             a = lax.index_in_dim(a, index, axis, keepdims=False)
         else:

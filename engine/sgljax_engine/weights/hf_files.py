@@ -17,7 +17,7 @@ from sgljax_engine.weights.forms import Form
 from sgljax_engine.weights.hf_layout import INDEX_FILE, SINGLE_FILE, find_weight_files
 from sgljax_engine.weights.lora import merge_on_host
 from sgljax_engine.weights.plan import plan_sync
-from sgljax_engine.weights.rules import WeightRule
+from sgljax_engine.weights.rules import WeightRule, indices_by_axis
 from sgljax_engine.weights.safetensors_file import SafetensorsFile
 from sgljax_engine.weights.specs import Step, TargetSpec, source_spec
 
@@ -92,9 +92,10 @@ def mapped_tensors(
                 x = merge_on_host(x, weights[step.lora.a], weights[step.lora.b], step.lora)
                 x = x.astype(source.dtype)
             if step.part is not None and step.num_parts is not None:
-                x = np.split(x, step.num_parts, axis=step.part_axis)[step.part]
+                x = np.split(x, step.num_parts, axis=step.part_axes[0])[step.part[0]]
             elif step.part is not None:
-                x = x.take(step.part, axis=step.part_axis)
+                for axis, index in indices_by_axis(step.part, step.part_axes, x.ndim):
+                    x = x.take(index, axis=axis)
             x = x if step.transpose is None else x.transpose(step.transpose)
             return x if step.hook is None else np.asarray(step.hook(jnp.asarray(x)))
 

@@ -170,7 +170,7 @@ def _step(name: str, target: str, found: Match, terms: Mapping[str, LoraTerm]) -
         rule.transpose,
         rule.hook,
         found.part,
-        rule.part_axis,
+        rule.part_axes,
         rule.num_parts,
         terms.get(name),
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.weights.rules import Match
+from sgljax_engine.weights.rules import Match, indices_by_axis
 from sgljax_engine.weights.specs import SourceSpec, Step
 from sgljax_engine.weights.transform import map_axes
 
@@ -23,19 +24,31 @@ def coverage_problems(name: str, spec: SourceSpec, matches: Sequence[Match]) -> 
         return []
     if len(parts) < len(matches):
         return [f"{where} is mapped both whole and in parts"]
-    axes = {found.rule.part_axis for found in matches}
-    if len(axes) > 1 or not all(-len(spec.shape) <= axis < len(spec.shape) for axis in axes):
-        return [f"{where} has no axis that all of its rules take parts of: {sorted(axes)}"]
+    all_axes = {found.rule.part_axes for found in matches}
+    axes, num_axes = next(iter(all_axes)), len(spec.shape)
+    is_inside = all(-num_axes <= axis < num_axes for axis in axes)
+    is_distinct = is_inside and len({axis % num_axes for axis in axes}) == len(axes)
+    if len(all_axes) > 1 or not is_distinct:
+        listed = sorted(map(_unwrapped, all_axes), key=str)
+        return [f"{where} has no axis that all of its rules take parts of: {listed}"]
+    if any(len(part) != len(axes) for part in parts):
+        return [f"{where}: the rules take an index on each of the axes {list(axes)}, got {parts}"]
     counts = {found.rule.num_parts for found in matches}
-    size = spec.shape[axes.pop()]
+    sizes = [spec.shape[axis] for axis in axes]
     if counts != {None}:
         count = counts.pop()
-        if counts or count is None or count < 1 or size % count:
+        if counts or count is None or count < 1 or len(sizes) > 1 or sizes[0] % count:
             return [f"{where} cannot be cut into the num_parts of its rules"]
-        size = count
-    if sorted(parts) != list(range(size)):
-        return [f"{where} has {size} parts, the rules take {sorted(parts)}"]
+        sizes = [count]
+    if sorted(parts) != list(itertools.product(*map(range, sizes))):
+        taken = sorted(map(_unwrapped, parts), key=str)
+        wanted = " x ".join(map(str, sizes))
+        return [f"{where} has {wanted} parts, the rules take {taken}"]
     return []
+
+
+def _unwrapped(indices: tuple[int, ...]) -> int | tuple[int, ...]:
+    return indices[0] if len(indices) == 1 else indices
 
 
 def stacked_step(
@@ -91,7 +104,7 @@ def shape_problems(spec: SourceSpec, step: Step, wanted: tuple[int, ...]) -> lis
 
 def _after(spec: SourceSpec, step: Step, wanted: tuple[int, ...], shape: tuple[int, ...]) -> str:
     """Describes a shape that does not fit after a rule, and whether another transpose would fit."""
-    done = [] if step.part is None else [f"part {step.part}"]
+    done = [] if step.part is None else [f"part {_unwrapped(step.part)}"]
     if step.transpose is not None:
         done.append(f"transpose {step.transpose}")
     if step.hook is not None:
@@ -99,7 +112,8 @@ def _after(spec: SourceSpec, step: Step, wanted: tuple[int, ...], shape: tuple[i
     after = f" (after {' and '.join(done)}: {list(shape)})" if done else ""
     taken = list(spec.shape)
     if step.part is not None and step.num_parts is None:
-        del taken[step.part_axis]
+        for axis, _ in indices_by_axis(step.part, step.part_axes, len(taken)):
+            del taken[axis]
     taken = tuple(taken)
     if step.hook is None and len(taken) == 2:
         if step.transpose == (1, 0) and _is_regrouping(taken, wanted):

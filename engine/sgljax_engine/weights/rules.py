@@ -25,25 +25,34 @@ class Rule(NamedTuple):
             parameter on purpose.
         transpose: Permutation of the source's axes, or of the part's axes if `part` is set.
         hook: Applied after the transpose.
-        part: Index on `part_axis` of a fused parameter, taken before the transpose. Rules with the
-            same source must together take all indices. "each" maps every index to its own target,
-            whose last `*` is the index: for layers stacked in one array, as MaxText's scan does.
-        part_axis: Axis of the source that `part` is taken from.
-        num_parts: Number of equal parts that `part_axis` is cut into; the parts keep the axis. None
-            takes single indices, without the axis.
+        part: Index on `part_axis` of a fused parameter, taken before the transpose; for several
+            axes, one index on each. Rules with the same source must together take all indices.
+            "each" maps every index of one axis to its own target, whose last `*` is the index: for
+            layers stacked in one array, as MaxText's scan does.
+        part_axis: Axis, or axes, of the source that `part` is taken from.
+        num_parts: Number of equal parts that one `part_axis` is cut into; the parts keep the axis.
+            None takes single indices, without the axis.
         into: Index of this source in a target that stacks several along its first axis, such as the
             experts of a layer. The sources must together fill all indices. "each" takes the index
             from the source's last `*`.
+        is_shared: Whether the next rule with the same source applies too: a source for two targets,
+            such as an embedding that a hook rounds for the head.
     """
 
     source: str
     target: str | None
     transpose: tuple[int, ...] | None = None
     hook: Hook | None = None
-    part: int | Literal["each"] | None = None
-    part_axis: int = 0
+    part: int | tuple[int, ...] | Literal["each"] | None = None
+    part_axis: int | tuple[int, ...] = 0
     num_parts: int | None = None
     into: int | Literal["each"] | None = None
+    is_shared: bool = False
+
+    @property
+    def part_axes(self) -> tuple[int, ...]:
+        """`part_axis` as a tuple."""
+        return self.part_axis if isinstance(self.part_axis, tuple) else (self.part_axis,)
 
 
 class LoraRule(NamedTuple):
@@ -51,10 +60,12 @@ class LoraRule(NamedTuple):
 
     Attributes:
         weight: Dotted source name of the weight W, which other rules map.
-        a: Source name of A: the axes `in_axes` of W, then the rank.
-        b: Source name of B: the rank, then the other axes of W in their order.
+        a: Source name of A: the axes `in_axes` of W, `stacked_axes`, then the rank.
+        b: Source name of B: the rank, `stacked_axes`, then the other axes of W in their order.
         scale: For example alpha / rank.
         in_axes: Axes of W that are contracted with the layer's input, ascending.
+        stacked_axes: Axes of W on which each index is a weight with a pair of its own, ascending.
+        is_merged: Whether A has its `in_axes`, and B the other axes of W, as one axis each.
     """
 
     weight: str
@@ -62,6 +73,8 @@ class LoraRule(NamedTuple):
     b: str
     scale: float
     in_axes: tuple[int, ...] = (0,)
+    stacked_axes: tuple[int, ...] = ()
+    is_merged: bool = False
 
 
 WeightRule = Rule | LoraRule
@@ -74,13 +87,13 @@ class Match(NamedTuple):
     Attributes:
         target: Engine name; None for a source parameter that is ignored.
         rule: The rule.
-        part: The rule's part, with "each" resolved.
+        part: The rule's part, an index on each of its `part_axes`, with "each" resolved.
         into: The index of a stacked target, with "each" resolved.
     """
 
     target: str | None
     rule: Rule
-    part: int | None
+    part: tuple[int, ...] | None
     into: int | None = None
 
 
@@ -120,23 +133,26 @@ class RuleTable:
             shape: Its shape, which gives the number of parts.
 
         Returns:
-            One match, one match per part of a fused or stacked parameter, or none.
+            One match, one for each target of a shared parameter, one for each part of a fused or
+            stacked parameter, or none.
         """
         found: list[Match] = []
         pattern, groups = self._first(source)
         for rule in self._by_source.get(pattern, ()):
             if rule.part == "each":
-                size = shape[rule.part_axis] if -len(shape) <= rule.part_axis < len(shape) else 0
+                axis = rule.part_axes[0]
+                size = shape[axis] if -len(shape) <= axis < len(shape) else 0
                 for part in range(size):
-                    found.append(Match(_fill(rule.target, (*groups, str(part))), rule, part))
+                    found.append(Match(_fill(rule.target, (*groups, str(part))), rule, (part,)))
                 break
             own, into = groups, rule.into
             if into == "each":
                 if not groups or not groups[-1].isdecimal():
                     continue
                 own, into = groups[:-1], int(groups[-1])
-            found.append(Match(_fill(rule.target, own), rule, rule.part, into))
-            if rule.part is None:
+            part = (rule.part,) if isinstance(rule.part, int) else rule.part
+            found.append(Match(_fill(rule.target, own), rule, part, into))
+            if part is None and not rule.is_shared:
                 break
         return found
 
@@ -173,6 +189,17 @@ def _fill(target: str | None, groups: Sequence[str]) -> str | None:
     for i, part in enumerate(parts[1:]):
         filled += (groups[i] if i < len(groups) else "*") + part
     return filled
+
+
+def indices_by_axis(
+    part: Sequence[int], part_axes: Sequence[int], num_axes: int
+) -> list[tuple[int, int]]:
+    """(axis, index) of each axis of a part, the last axis first.
+
+    Taken one after another in this order, they leave the axes still to come in their places.
+    """
+    axes = [axis % num_axes for axis in part_axes]
+    return sorted(zip(axes, part, strict=True), reverse=True)
 
 
 def flatten_named(tree: Any) -> dict[str, Any]:

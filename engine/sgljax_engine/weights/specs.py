@@ -76,6 +76,7 @@ class Step(NamedTuple):
     Attributes:
         stacked: The sources of a stacked parameter, in order; `source` is the first. Empty for a
             parameter of one source.
+        part: Index on each of `part_axes`; None for all of the source.
         others: See `Rule`.
     """
 
@@ -83,8 +84,8 @@ class Step(NamedTuple):
     target: str
     transpose: tuple[int, ...] | None
     hook: Hook | None
-    part: int | None
-    part_axis: int = 0
+    part: tuple[int, ...] | None
+    part_axes: tuple[int, ...] = (0,)
     num_parts: int | None = None
     lora: LoraTerm | None = None
     stacked: tuple[str, ...] = ()

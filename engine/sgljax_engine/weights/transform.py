@@ -13,6 +13,7 @@ from sgljax_engine.kernels.cpu.pack import pack
 from sgljax_engine.weights.finite import is_finite
 from sgljax_engine.weights.forms import Form
 from sgljax_engine.weights.lora import merge
+from sgljax_engine.weights.rules import indices_by_axis
 from sgljax_engine.weights.specs import Sources, Step, TargetSpec
 
 _NATIVE = {"float32", "bfloat16", "float16"}
@@ -26,17 +27,19 @@ def transform(sources: Sources, step: Step) -> jax.Array:
     if step.lora is None:
         return map_axes(sources[0], step)
     weight, a, b = sources
-    merged = merge(weight, a, b, step.lora, step.part, step.part_axis)
+    merged = merge(weight, a, b, step.lora, step.part, step.part_axes)
     return map_axes(merged, step._replace(part=None))
 
 
 def map_axes(x: jax.Array, step: Step) -> jax.Array:
     """A source's part, transposed, after the hook."""
     if step.part is not None and step.num_parts is not None:
-        size = x.shape[step.part_axis] // step.num_parts
-        x = lax.slice_in_dim(x, step.part * size, (step.part + 1) * size, axis=step.part_axis)
+        (part,), (axis,) = step.part, step.part_axes
+        size = x.shape[axis] // step.num_parts
+        x = lax.slice_in_dim(x, part * size, (part + 1) * size, axis=axis)
     elif step.part is not None:
-        x = lax.index_in_dim(x, step.part, step.part_axis, keepdims=False)
+        for axis, index in indices_by_axis(step.part, step.part_axes, x.ndim):
+            x = lax.index_in_dim(x, index, axis, keepdims=False)
     if step.transpose is not None:
         x = jnp.transpose(x, step.transpose)
     return step.hook(x) if step.hook is not None else x

@@ -1,0 +1,272 @@
+"""How near the engine's log-probs are to MaxText's own, for every family in every form.
+
+    python -m tests.maxtext.agreement                 # all rows of benchmarks/results/maxtext.json
+    python -m tests.maxtext.agreement gemma4-31b      # those of a family
+
+Greedy and sampled tokens of the engine, after two updates of all weights, are scored by the adapter
+in one forward pass without a cache, of rows padded on the left as Tunix pads them. In bfloat16 both
+are held against MaxText's float32, too: they round in other places, and neither is right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tunix.sft import utils
+
+from sgljax_engine import SamplingParams
+from tests.maxtext import actors
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "maxtext.json"
+NUM_UPDATES, NUM_NEW = 2, 24
+_PROMPT_LENGTHS = (5, 12, 3, 9)
+_PAD_BIAS = {actors.PAD_ID: -100.0}
+"""A sampled pad id would count as padding in the trainer's rows."""
+
+_SMALL = (
+    "base_emb_dim=64",
+    "base_num_query_heads=4",
+    "base_num_kv_heads=2",
+    "head_dim=16",
+    "base_mlp_dim=96",
+    "base_num_decoder_layers=3",
+    "matmul_precision=highest",
+    "max_target_length=64",
+)
+_GEMMA = ("sliding_window_size=8", "base_num_decoder_layers=7")
+_GEMMA4 = (*_GEMMA, "global_head_dim=32", "global_num_kv_heads=1")
+_EXPERTS = ("num_experts=8", "num_experts_per_tok=2", "base_moe_mlp_dim=32")
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "llama3.1-8b": (),
+    "qwen2.5-1.5b": (),
+    "qwen3-0.6b": (),
+    "qwen3-30b-a3b": (*_EXPERTS, "base_mlp_dim=32"),
+    "gemma2-2b": ("sliding_window_size=8", "base_num_decoder_layers=2"),
+    "gemma3-4b": _GEMMA,
+    "gemma4-31b": _GEMMA4,
+    "gemma4-26b": (*_GEMMA4, *_EXPERTS),
+    "gemma4-e2b": (
+        *_GEMMA4,
+        "base_num_decoder_layers=10",
+        "base_num_kv_heads=1",
+        "num_kv_shared_layers=5",
+        "hidden_size_per_layer_input=8",
+        "vocab_size_per_layer_input=104",
+    ),
+}
+"""Sizes of a small model by the name of MaxText's."""
+
+SCANNED = {"gemma3-4b": "base_num_decoder_layers=14", "gemma4-31b": "base_num_decoder_layers=14"}
+"""Layers of scanned models: two whole cycles and a rest."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A family in a form.
+
+    Attributes:
+        family: Name of MaxText's model.
+        is_scanned: Whether equal layers are stacked in one array.
+        is_tied: Whether the head is the embedding.
+    """
+
+    family: str
+    is_scanned: bool
+    is_tied: bool
+
+    def __str__(self) -> str:
+        layers, head = "scanned" if self.is_scanned else "flat", "tied" if self.is_tied else "head"
+        return f"{self.family}-{layers}-{head}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """What a case gave in one dtype.
+
+    Attributes:
+        case: The case.
+        dtype: In which MaxText computes.
+        num_equal: Greedy tokens that MaxText's log-probs put first too.
+        num_greedy: Greedy tokens.
+        difference: Largest difference of the log-probs of tokens, greedy and sampled.
+        own_difference: The same of MaxText from itself, when it scores each row alone.
+        error: Mean difference of the engine's log-probs from MaxText's in float32.
+        maxtext_error: The same of MaxText's in this dtype.
+    """
+
+    case: Case
+    dtype: str
+    num_equal: int
+    num_greedy: int
+    difference: float
+    own_difference: float
+    error: float
+    maxtext_error: float
+
+
+CASES = [
+    Case(family=family, is_scanned=is_scanned, is_tied=is_tied)
+    for family in FAMILIES
+    for is_scanned in (True, False)
+    for is_tied in (True, False)
+    if not (is_scanned and family == "gemma4-e2b")  # MaxText's config refuses it
+]
+
+
+def measure(case: Case) -> list[Row]:
+    """The rows of a case, float32 first."""
+    exact, rounded = (_actor(case, dtype) for dtype in ("float32", "bfloat16"))
+    rows = []
+    for actor in (exact, rounded):
+        outputs, tokens = _sample(actor)
+        nnx.update(exact.model, nnx.state(actor.model, nnx.Param))
+        rows.append(_compare(case, actor, exact, outputs, tokens))
+    return rows
+
+
+def _actor(case: Case, dtype: str) -> actors.Actor:
+    words = [*_SMALL, *FAMILIES[case.family]]
+    if case.is_scanned:
+        words.append(SCANNED.get(case.family, ""))
+    return actors.make(
+        *filter(None, words),
+        f"model_name={case.family}",
+        f"scan_layers={case.is_scanned}",
+        f"logits_via_embedding={case.is_tied}",
+        f"dtype={dtype}",
+    )
+
+
+def _change_weights(model: nnx.Module, seed: int) -> None:
+    """Adds noise to all weights, and makes embeddings that give plausible logits."""
+    rng, state = np.random.default_rng(seed), nnx.state(model, nnx.Param)
+    changed = []
+    for path, leaf in nnx.to_flat_state(state):
+        value, name = np.asarray(leaf.get_value(), np.float32), str(path[-1])
+        if seed == 0 and name == "embedding":
+            value = 0.15 * value / value.std()
+        is_factor = "scale" in name or "scalar" in name or name == "bias"
+        value = value + rng.normal(size=value.shape) * (0.1 if is_factor else 0.02)
+        changed.append((path, leaf.replace(jnp.asarray(value, leaf.get_value().dtype))))
+    nnx.update(model, nnx.from_flat_state(changed))
+
+
+def _sample(actor: actors.Actor) -> tuple[list[Any], list[list[int]]]:
+    """Outputs of greedy requests and of sampled ones, and the tokens of each with its prompt."""
+    config = actors.rollout_config(max_prompt_length=16, max_tokens_to_generate=NUM_NEW)
+    rollout = actors.make_rollout(actor, dataclasses.replace(config, kv_cache_size=64))
+    rollout.engine  # noqa: B018
+    for seed in range(NUM_UPDATES):
+        _change_weights(actor.model, seed)
+        rollout.update_params(nnx.state(actor.model, nnx.Param))
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(3, actor.config.vocab_size, size).tolist() for size in _PROMPT_LENGTHS]
+    outputs = []
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(
+            temperature=temperature,
+            max_new_tokens=NUM_NEW,
+            ignore_eos=True,
+            logit_bias=_PAD_BIAS,
+            seed=3,
+        )
+        outputs += rollout.engine.generate_requests(prompts, params)
+    rollout.close()
+    tokens = [[*output.prompt_ids, *output.output_ids] for output in outputs]
+    return outputs, tokens
+
+
+def _scores(actor: actors.Actor, rows: Sequence[Sequence[int]]) -> np.ndarray:
+    """MaxText's log-probs [rows, NUM_NEW, vocabulary] of the last tokens, float64."""
+    length = max(_PROMPT_LENGTHS) + NUM_NEW
+    ids = np.array([[actors.PAD_ID] * (length - len(row)) + list(row) for row in rows])
+    mask = np.array([[False] * (length - len(row)) + [True] * len(row) for row in rows])
+    graph, state = nnx.split(actor.model)
+
+    @jax.jit
+    def forward(state: Any, ids: jax.Array, mask: jax.Array) -> jax.Array:
+        positions = utils.build_positions_from_mask(mask)
+        attention = utils.make_causal_attn_mask(mask)
+        return nnx.merge(graph, state)(ids, positions, None, attention)[0]
+
+    with jax.set_mesh(actor.mesh):
+        logits = np.asarray(forward(state, ids, mask), np.float64)[:, -NUM_NEW - 1 : -1]
+    logits -= logits.max(-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def _compare(
+    case: Case,
+    actor: actors.Actor,
+    exact: actors.Actor,
+    outputs: Sequence[Any],
+    tokens: Sequence[Sequence[int]],
+) -> Row:
+    scores = _scores(actor, tokens)
+    alone = np.concatenate([_scores(actor, [row]) for row in tokens])
+    in_float32 = scores if actor is exact else _scores(exact, tokens)
+    chosen = np.array([output.output_ids for output in outputs])[..., None]
+    own = np.array([output.logprobs for output in outputs])
+    wanted, wanted_alone, wanted_exactly = (
+        np.take_along_axis(each, chosen, -1)[..., 0] for each in (scores, alone, in_float32)
+    )
+    scores[..., actors.PAD_ID] = -np.inf
+    greedy = chosen[: len(_PROMPT_LENGTHS), :, 0]
+    return Row(
+        case=case,
+        dtype=str(actor.config.dtype.value),
+        num_equal=int((scores[: len(greedy)].argmax(-1) == greedy).sum()),
+        num_greedy=greedy.size,
+        difference=float(np.abs(own - wanted).max()),
+        own_difference=float(np.abs(wanted_alone - wanted).max()),
+        error=float(np.abs(own - wanted_exactly).mean()),
+        maxtext_error=float(np.abs(wanted - wanted_exactly).mean()),
+    )
+
+
+def _in_words(row: Row) -> str:
+    return (
+        f"{row.case} {row.dtype}: {row.num_equal}/{row.num_greedy} greedy, "
+        f"difference {row.difference:.1e}, MaxText's own {row.own_difference:.1e}, "
+        f"errors {row.error:.1e} and {row.maxtext_error:.1e}"
+    )
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measures families, and puts their rows into the results."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("families", nargs="*", help=f"of {', '.join(FAMILIES)}; all by default")
+    families = parser.parse_args(argv).families or list(FAMILIES)
+    found = []
+    for case in CASES:
+        for row in measure(case) if case.family in families else ():
+            sys.stdout.write(_in_words(row) + "\n")
+            sys.stdout.flush()
+            found.append(dataclasses.asdict(row))
+    kept = json.loads(RESULTS.read_text())["rows"] if RESULTS.is_file() else []
+    kept = [row for row in kept if row["case"]["family"] not in families]
+    environment = {
+        "device": jax.devices()[0].device_kind,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        **{name: version(name) for name in ("maxtext", "google-tunix", "jax")},
+    }
+    order = list(map(dataclasses.asdict, CASES))
+    rows = sorted([*kept, *found], key=lambda row: order.index(row["case"]))
+    content = {"environment": environment, "num_updates": NUM_UPDATES, "rows": rows}
+    RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,85 @@
+"""A run of MaxText's RL trainer in small: its files, and the words of its command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import datasets
+
+from tests.recipes.models import VOCAB_SIZE, write_tokenizer
+
+NUM_GENERATIONS = 8
+BATCH = 2
+PROMPT, TOTAL = 16, 32
+"""Tokens of a prompt, and of a prompt with its completion."""
+
+_NAMES = ("ann", "bob", "cem", "dia")
+
+ONE_MACHINE = (
+    "use_pathways=False",
+    "chips_per_vm=1",
+    "trainer_devices_fraction=1.0",
+    "sampler_devices_fraction=1.0",
+    "rollout_tensor_parallelism=1",
+    "attention=dot_product",
+    "remat_policy=full",
+    "convert_checkpoint_if_possible=False",
+    "enable_checkpointing=False",
+    "num_test_batches=0",
+)
+"""What of MaxText's rl.yml must change without Pathways, on any hardware."""
+
+QWEN3 = (
+    "model_name=qwen3-0.6b",
+    "override_model_config=True",
+    "base_emb_dim=32",
+    "base_num_query_heads=4",
+    "base_num_kv_heads=2",
+    "base_mlp_dim=64",
+    "base_num_decoder_layers=3",
+    "head_dim=8",
+    "logits_via_embedding=False",
+    f"vocab_size={VOCAB_SIZE}",
+    "dtype=float32",
+    "weight_dtype=float32",
+)
+"""Qwen3, tiny, with a head of its own: one that is the embedding repeats its input at first."""
+
+
+def words(folder: Path, num_steps: int, *overrides: str) -> list[str]:
+    """What follows `maxtext rl`, with files written into the folder; later words win."""
+    tokenizer = write_tokenizer(folder / "tokenizer", names_pad=True)
+    rows = [{"question": f"say e, {_NAMES[i % 4]}", "answer": f"#### {i}"} for i in range(64)]
+    datasets.Dataset.from_list(rows).to_parquet(folder / "train.parquet")
+    here = Path(__file__).parent
+    given = (
+        "run_name=tiny",
+        f"base_output_directory={folder / 'out'}",
+        f"tokenizer_path={tokenizer}",
+        "dataset_name=tiny",
+        "eval_dataset_name=tiny",
+        f"hf_train_files={folder / 'train.parquet'}",
+        f"hf_eval_files={folder / 'train.parquet'}",
+        f"dataset_processor_path={here / 'task.py'}",
+        f"reward_functions_path={here / 'task.py'}",
+        "reward_functions=share_of_e",
+        f"batch_size={BATCH}",
+        f"num_batches={num_steps}",
+        f"rl.num_generations={NUM_GENERATIONS}",
+        "rl.grpo_beta=0.0",
+        f"max_prefill_predict_length={PROMPT}",
+        f"max_target_length={TOTAL}",
+        "kv_cache_buffer=8",
+        "learning_rate=0.01",
+        "warmup_steps_fraction=0.0",
+        "gradient_clipping_threshold=1.0",
+        "decode_sampling_temperature=1.0",
+        "decode_sampling_top_k=-1",
+        "enable_tensorboard=False",
+        "jax_cache_dir=",
+        *ONE_MACHINE,
+        *QWEN3,
+        *overrides,
+    )
+    latest = {word.partition("=")[0]: word for word in given}
+    return ["rl.yml", *latest.values()]

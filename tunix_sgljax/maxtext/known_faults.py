@@ -1,0 +1,27 @@
+"""Faults of MaxText that change what its trainer computes, so that reports can name them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tunix_sgljax.maxtext.fields import get, is_maxtext_config
+
+_HYBRIDS = ("qwen3_next", "qwen3_5")
+"""Decoder blocks with gated delta nets."""
+
+
+def padding_fault(config: Any) -> str | None:
+    """Why a MaxText model's log-probs depend on the padding in front of a prompt, if they do.
+
+    Args:
+        config: A model's config; MaxText's, or another.
+
+    Returns:
+        A clause that names the fault, seen in MaxText 0.2.5; None for a model without it.
+    """
+    if not is_maxtext_config(config) or get(config, "decoder_block") not in _HYBRIDS:
+        return None
+    return (
+        "MaxText masks padding only behind the convolution of its gated delta nets, so pad tokens "
+        "reach the first tokens of a prompt in every such layer (docs/maxtext.md)"
+    )

@@ -1,0 +1,102 @@
+"""Which layers MaxText's decoders have, and where their weights are.
+
+A scanned decoder stacks the weights of equal layers on further axes of one array.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from tunix_sgljax.maxtext.fields import get
+
+_GEMMA_CYCLE = 6
+"""Gemma 3 and 4: five sliding layers, then one with full attention."""
+
+_GEMMA4_E2B_CYCLE = 5
+
+
+class Place(NamedTuple):
+    """Where a layer's weights are.
+
+    Attributes:
+        module: Dotted name of the module that holds them, in a `TunixMaxTextAdapter`.
+        suffix: Of the first component of a weight's name in that module.
+        part: Indices of the layer on the stacked axes `part_axes` of each weight.
+        part_axes: See `part`; empty for a layer of its own.
+    """
+
+    module: str
+    suffix: str = ""
+    part: tuple[int, ...] = ()
+    part_axes: tuple[int, ...] = ()
+
+    def name(self, weight: str) -> str:
+        """Dotted name of a weight, by its name within a layer."""
+        first, dot, rest = weight.partition(".")
+        return f"{self.module}.{first}{self.suffix}{dot}{rest}"
+
+
+def num_layers(config: Any) -> int:
+    """Decoder layers, of which MaxText's Gemma 2 counts pairs."""
+    count = get(config, "num_decoder_layers")
+    return 2 * count if get(config, "decoder_block") == "gemma2" else count
+
+
+def sliding_layers(config: Any) -> tuple[bool, ...]:
+    """Whether each layer's attention has the sliding window; empty when none has."""
+    cycle = _cycle(config)
+    if cycle == 1:
+        return ()
+    return tuple(layer % cycle != cycle - 1 for layer in range(num_layers(config)))
+
+
+def _cycle(config: Any) -> int:
+    """Every so many layers one has full attention."""
+    block = get(config, "decoder_block")
+    if block == "gemma4_small":
+        is_e2b = get(config, "model_name") == "gemma4-e2b"
+        return _GEMMA4_E2B_CYCLE if is_e2b else _GEMMA_CYCLE
+    return {"gemma2": 2, "gemma3": _GEMMA_CYCLE, "gemma4": _GEMMA_CYCLE}.get(block, 1)
+
+
+def places(config: Any) -> list[Place]:
+    """Where the weights of each decoder layer are, in the order of the layers."""
+    block, decoder = get(config, "decoder_block"), "base.decoder"
+    is_scanned, axis = get(config, "scan_layers"), get(config, "param_scan_axis")
+    count = num_layers(config)
+    if block == "gemma2":
+        return [
+            place._replace(suffix=suffix)
+            for place in _plain_places(decoder, is_scanned, axis, count // 2)
+            for suffix in ("_local", "_global")
+        ]
+    if not is_scanned or block not in ("gemma3", "gemma4"):
+        return _plain_places(decoder, is_scanned, axis, count)
+    if block == "gemma3":
+        return [_gemma3_place(decoder, axis, layer, count) for layer in range(count)]
+    return [_gemma4_place(decoder, axis, layer, count) for layer in range(count)]
+
+
+def _plain_places(decoder: str, is_scanned: bool, axis: int, count: int) -> list[Place]:
+    if is_scanned:
+        return [Place(f"{decoder}.layers", "", (layer,), (axis,)) for layer in range(count)]
+    return [Place(f"{decoder}.layers_{layer}") for layer in range(count)]
+
+
+def _gemma3_place(decoder: str, axis: int, layer: int, count: int) -> Place:
+    """A stack for each layer of the cycle, over whole cycles; the rest are on their own."""
+    cycle, index = divmod(layer, _GEMMA_CYCLE)
+    if cycle < count // _GEMMA_CYCLE:
+        return Place(f"{decoder}.layers.layers_{index}", "", (cycle,), (axis,))
+    return Place(f"{decoder}.layers_remainder.layers_{index}")
+
+
+def _gemma4_place(decoder: str, axis: int, layer: int, count: int) -> Place:
+    """A stack of the sliding layers of a cycle, in a stack over whole cycles."""
+    cycle, index = divmod(layer, _GEMMA_CYCLE)
+    if cycle == count // _GEMMA_CYCLE:
+        return Place(f"{decoder}.layers_remainder.local_layers", "", (index,), (axis,))
+    blocks = f"{decoder}.scanned_blocks"
+    if index == _GEMMA_CYCLE - 1:
+        return Place(f"{blocks}.global_layer", "", (cycle,), (axis,))
+    return Place(f"{blocks}.local_layers", "", (cycle, index), (axis, axis + 1))

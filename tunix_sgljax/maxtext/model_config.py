@@ -1,0 +1,247 @@
+"""MaxText's config as the engine's ModelConfig.
+
+It follows what the code of MaxText 0.2.5 computes. What the engine cannot compute is refused by the
+name of the config's field.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgljax_engine import (
+    AttentionConfig,
+    KVShape,
+    Llama3Scaling,
+    ModelConfig,
+    MoEConfig,
+    RopeConfig,
+    ScaleConfig,
+    UnsupportedModelError,
+)
+from tunix_sgljax.maxtext.fields import check_fields, get, require
+from tunix_sgljax.maxtext.layers import num_layers, sliding_layers
+
+_SILU, _GELU = ["silu", "linear"], ["gelu", "linear"]
+
+_ARCHITECTURES = {
+    "llama2": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "gemma4": "Gemma4ForCausalLM",
+    "gemma4_small": "Gemma4ForCausalLM",
+}
+"""The engine's architectures by MaxText's decoder blocks."""
+
+_LLAMA3_SCALING = Llama3Scaling(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_length=8192
+)
+"""Constants in MaxText's LLaMARotaryEmbedding."""
+
+
+def to_model_config(config: Any, context_length: int) -> ModelConfig:
+    """The engine's description of a model that MaxText trains.
+
+    Args:
+        config: A MaxTextConfig.
+        context_length: MaxText's models have no limit of their own.
+
+    Raises:
+        UnsupportedModelError: names the field that the engine cannot compute.
+    """
+    block = get(config, "decoder_block")
+    require(config, "decoder_block", _ARCHITECTURES)
+    check_fields(config)
+    require(config, "mlp_activations", [_GELU if block.startswith("gemma") else _SILU])
+    is_gemma = block.startswith("gemma")
+    if is_gemma:
+        _check_gemma(config, block)
+    elif block == "qwen2":
+        require(config, "attention_bias", (True,), " with decoder_block='qwen2'")
+        require(config, "use_qk_norm", (False,), " with decoder_block='qwen2'")
+    elif block.startswith("qwen3"):
+        require(config, "use_qk_norm", (True,), f" with decoder_block={block!r}")
+    moe = _moe(config, block)
+    size = get(config, "mlp_dim")
+    if moe is not None:
+        size = moe.intermediate_size
+        if moe.is_beside_mlp:
+            size = get(config, "shared_experts") * get(config, "mlp_dim")
+    kv_layers = _kv_layers(config, block)
+    is_wide = bool(kv_layers) and get(config, "use_double_wide_mlp")
+    is_tied = get(config, "logits_via_embedding")
+    return ModelConfig(
+        architecture=_ARCHITECTURES[block],
+        vocab_size=get(config, "vocab_size"),
+        hidden_size=get(config, "emb_dim"),
+        intermediate_size=size,
+        num_layers=num_layers(config),
+        num_heads=get(config, "num_query_heads"),
+        num_kv_heads=get(config, "num_kv_heads"),
+        head_dim=get(config, "head_dim"),
+        rope=_rope(config, block, slides=False),
+        rms_norm_eps=get(config, "normalization_layer_epsilon"),
+        tie_word_embeddings=is_tied and not rounds_head(config),
+        context_length=context_length,
+        attention=_attention(config, block, kv_layers),
+        final_logit_softcap=(get(config, "final_logits_soft_cap") or None) if is_tied else None,
+        per_layer_input_size=(
+            get(config, "hidden_size_per_layer_input") if block == "gemma4_small" else 0
+        ),
+        shared_kv_intermediate_size=2 * size if is_wide else None,
+        moe=moe,
+        scales=_scales(config, is_gemma=is_gemma),
+    )
+
+
+def compute_dtype(config: Any) -> str:
+    """Name of the dtype in which MaxText computes; `weight_dtype` only stores."""
+    return get(config, "dtype")
+
+
+def rounds_head(config: Any) -> bool:
+    """Whether a tied head has other values than the embeddings: MaxText rounds it to bfloat16."""
+    dtypes = (get(config, "dtype"), get(config, "weight_dtype"))
+    return get(config, "logits_via_embedding") and "bfloat16" not in dtypes
+
+
+def is_interleaved(config: Any) -> bool:
+    """Whether the rotary embedding turns neighbouring channels, not those of two halves."""
+    name, kind = get(config, "model_name"), get(config, "rope_type")
+    return name.startswith("llama3.1") or kind.startswith("llama3.1")
+
+
+def _check_gemma(config: Any, block: str) -> None:
+    reason = f" with decoder_block={block!r}"
+    # MaxText gives its config's epsilon to some norms of these layers alone.
+    require(config, "normalization_layer_epsilon", (1e-6,), reason)
+    if block != "gemma4_small":
+        require(config, "use_post_attn_norm", (True,), reason)
+        require(config, "use_post_ffw_norm", (True,), reason)
+    if block.startswith("gemma4"):
+        require(config, "v_norm_with_scale", (False,), reason)
+    if block == "gemma4_small" and get(config, "hidden_size_per_layer_input"):
+        require(config, "vocab_size_per_layer_input", (get(config, "vocab_size"),), reason)
+        require(config, "share_kv_projections", (False,), reason)
+
+
+def _moe(config: Any, block: str) -> MoEConfig | None:
+    is_beside_mlp = block == "gemma4" and get(config, "num_experts") > 1
+    if block != "qwen3_moe" and not is_beside_mlp:
+        return None
+    for name, supported in {
+        "moe_expert_input_dim": (-1, 0, get(config, "emb_dim")),
+        "n_routing_groups": (-1,),
+        "padded_base_moe_mlp_dim": (None,),
+        "prefuse_moe_weights": (False,),
+        "routed_bias": (False,),
+        "routed_score_func": ("",),
+        "use_random_routing": (False,),
+    }.items():
+        require(config, name, supported, " with experts")
+    if get(config, "capacity_factor") > 0:
+        raise UnsupportedModelError(
+            f"MaxText's capacity_factor={get(config, 'capacity_factor')!r} is not supported: it "
+            "drops tokens of full experts; only -1.0, which drops none"
+        )
+    return MoEConfig(
+        num_experts=get(config, "num_experts"),
+        num_experts_per_token=get(config, "num_experts_per_tok"),
+        intermediate_size=get(config, "moe_mlp_dim"),
+        # Elsewhere than in Gemma 4 MaxText takes the softmax over the chosen experts alone.
+        norm_topk_prob=get(config, "norm_topk_prob") if is_beside_mlp else True,
+        is_beside_mlp=is_beside_mlp,
+    )
+
+
+def _attention(config: Any, block: str, kv_layers: tuple[int, ...]) -> AttentionConfig:
+    if block.startswith("qwen"):
+        return AttentionConfig()
+    sliding = sliding_layers(config)
+    is_gemma4 = block.startswith("gemma4")
+    return AttentionConfig(
+        scale=_gemma3_scale(config) if block == "gemma3" else 1.0,
+        logit_softcap=get(config, "attn_logits_soft_cap") or None,
+        sliding_window=get(config, "sliding_window_size") if any(sliding) else None,
+        sliding_layers=sliding,
+        sliding_rope=_rope(config, block, slides=True) if any(sliding) else None,
+        full_kv=_gemma4_full_kv(config) if is_gemma4 else None,
+        full_values_are_keys=is_gemma4 and get(config, "share_kv_projections"),
+        kv_layers=kv_layers,
+    )
+
+
+def _gemma3_scale(config: Any) -> float:
+    """What MaxText multiplies queries by, from its model's name."""
+    name = get(config, "model_name")
+    if name == "gemma3-27b":
+        return (get(config, "base_emb_dim") // get(config, "base_num_query_heads")) ** -0.5
+    require(config, "model_name", ("gemma3-4b", "gemma3-12b", "gemma3-27b"), " of a Gemma 3")
+    return get(config, "head_dim") ** -0.5
+
+
+def _gemma4_full_kv(config: Any) -> KVShape:
+    return KVShape(
+        get(config, "global_num_kv_heads") or get(config, "num_kv_heads"),
+        get(config, "global_head_dim") or get(config, "head_dim"),
+    )
+
+
+def _kv_layers(config: Any, block: str) -> tuple[int, ...]:
+    """`AttentionConfig.kv_layers`; the small Gemma 4 models share keys among their last layers."""
+    num_shared = get(config, "num_kv_shared_layers") if block == "gemma4_small" else 0
+    if num_shared == 0:
+        return ()
+    sliding = sliding_layers(config)
+    num_owners = max(0, len(sliding) - num_shared)
+    donors = {sliding[layer]: layer for layer in range(num_owners)}
+    if len(donors) < len(set(sliding)):
+        raise UnsupportedModelError(
+            f"MaxText's num_kv_shared_layers={num_shared} leaves a kind of layers without one that "
+            f"has keys; the model has {len(sliding)} layers"
+        )
+    return tuple(
+        layer if layer < num_owners else donors[slides] for layer, slides in enumerate(sliding)
+    )
+
+
+def _rope(config: Any, block: str, *, slides: bool) -> RopeConfig:
+    theta, factor = get(config, "rope_max_timescale"), get(config, "rope_linear_scaling_factor")
+    if is_interleaved(config):
+        reason = " with decoder_block='llama2' alone"
+        if block != "llama2":
+            raise UnsupportedModelError(
+                f"MaxText's rope_type={get(config, 'rope_type')!r} is supported{reason}, got "
+                f"{block!r}"
+            )
+        scaling = _LLAMA3_SCALING if get(config, "rope_use_scale") else None
+        return RopeConfig(theta=float(theta), llama3=scaling)
+    require(config, "rope_type", ("default", "llama3.1"))
+    local = get(config, "local_rope_max_timescale")
+    if slides and local > 0:
+        theta = local
+    if block.startswith("gemma4"):
+        return _gemma4_rope(config, theta, factor, slides=slides)
+    if slides and get(config, "model_name").startswith("gemma3"):
+        factor = 1.0
+    return RopeConfig(theta=float(theta), linear_factor=float(factor))
+
+
+def _gemma4_rope(config: Any, theta: float, factor: float, *, slides: bool) -> RopeConfig:
+    fraction = get(config, "local_rope_proportion" if slides else "global_rope_proportion")
+    if not slides and get(config, "global_rope_max_timescale") > 0:
+        theta = get(config, "global_rope_max_timescale")
+    if fraction >= 1.0:
+        return RopeConfig(theta=float(theta), linear_factor=float(factor))
+    return RopeConfig(theta=float(theta), rotary_fraction=float(fraction))
+
+
+def _scales(config: Any, *, is_gemma: bool) -> ScaleConfig:
+    """MaxText's Gemma keeps the factor of embeddings and the offset of norms in its weights."""
+    is_divided = get(config, "logits_via_embedding") and get(config, "normalize_embedding_logits")
+    logits = get(config, "emb_dim") ** -0.5 if is_divided else 1.0
+    if not is_gemma:
+        return ScaleConfig(logits=logits)
+    return ScaleConfig(embedding=1.0, norm_offset=0.0, logits=logits)

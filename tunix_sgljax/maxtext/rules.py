@@ -1,0 +1,154 @@
+"""MaxText's weights as rules for the engine.
+
+No transposes but the head's: MaxText's kernels are [in, out], with heads as an axis of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from sgljax_engine import Rule
+from tunix_sgljax.maxtext.fields import get
+from tunix_sgljax.maxtext.layers import places
+from tunix_sgljax.maxtext.model_config import is_interleaved, rounds_head
+
+
+def _kernel(theirs: str, ours: str) -> tuple[str, str]:
+    return f"{theirs}.kernel", f"{ours}.weight"
+
+
+def _norm(theirs: str, ours: str) -> tuple[str, str]:
+    return f"{theirs}.scale", f"{ours}.weight"
+
+
+def _mlp(theirs: str) -> tuple[tuple[str, str], ...]:
+    names = {"wi_0": "gate_proj", "wi_1": "up_proj", "wo": "down_proj"}
+    return tuple(_kernel(f"{theirs}.{name}", f"mlp.{ours}") for name, ours in names.items())
+
+
+def _experts(theirs: str, ours: str, router: str) -> tuple[tuple[str, str], ...]:
+    names = {"wi_0": "gate_proj", "wi_1": "up_proj", "wo": "down_proj"}
+    stacks = ((f"{theirs}.{name}", f"{ours}.{own}.weight") for name, own in names.items())
+    return (_kernel(f"{theirs}.gate", router), *stacks)
+
+
+_ATTENTION = (
+    _kernel("self_attention.query", "self_attn.q_proj"),
+    _kernel("self_attention.key", "self_attn.k_proj"),
+    _kernel("self_attention.value", "self_attn.v_proj"),
+    _kernel("self_attention.out", "self_attn.o_proj"),
+)
+_QK_NORMS = (
+    _norm("self_attention.query_norm", "self_attn.q_norm"),
+    _norm("self_attention.key_norm", "self_attn.k_norm"),
+)
+_BIASES = tuple(
+    (f"self_attention.{name}.bias", f"self_attn.{name[0]}_proj.bias")
+    for name in ("query", "key", "value")
+)
+_LLAMA = (
+    *_ATTENTION,
+    _norm("pre_self_attention_layer_norm", "input_layernorm"),
+    _norm("post_self_attention_layer_norm", "post_attention_layernorm"),
+)
+_GEMMA2 = (
+    *_ATTENTION,
+    *_mlp("mlp"),
+    _norm("pre_self_attention_norm", "input_layernorm"),
+    _norm("post_self_attention_norm", "post_attention_layernorm"),
+    _norm("pre_ffw_norm", "pre_feedforward_layernorm"),
+    _norm("post_ffw_norm", "post_feedforward_layernorm"),
+)
+_GEMMA4 = (
+    *_GEMMA2,
+    *_QK_NORMS,
+    ("layer_scalar", "layer_scalar"),
+    *_mlp("mlp.moe_block.shared_experts"),
+    *_experts("mlp.moe_block.MoeBlock_0", "experts", "router.proj"),
+    ("mlp.moe_block.MoeBlock_0.per_expert_scale", "router.per_expert_scale"),
+    ("mlp.pre_forward_scale_2", "router.scale"),
+    *(
+        _norm(f"mlp.{name}", name)
+        for name in (
+            "pre_feedforward_layernorm_2",
+            "post_feedforward_layernorm_1",
+            "post_feedforward_layernorm_2",
+        )
+    ),
+    _kernel("per_layer_input_gate", "per_layer_input_gate"),
+    _kernel("per_layer_projection", "per_layer_projection"),
+    _norm("post_per_layer_input_norm", "post_per_layer_input_norm"),
+)
+_LAYERS: dict[str, tuple[tuple[str, str], ...]] = {
+    "llama2": (*_LLAMA, *_mlp("mlp")),
+    "qwen2": (*_LLAMA, *_mlp("mlp"), *_BIASES),
+    "qwen3": (*_LLAMA, *_mlp("mlp"), *_QK_NORMS),
+    "qwen3_moe": (*_LLAMA, *_QK_NORMS, *_experts("moe_block", "mlp.experts", "mlp.gate")),
+    "gemma2": _GEMMA2,
+    "gemma3": (*_GEMMA2, *_QK_NORMS),
+    "gemma4": _GEMMA4,
+    "gemma4_small": _GEMMA4,
+}
+"""(MaxText's name, the engine's name) of the weights of a layer, by decoder block."""
+
+_EMBEDDING = "base.token_embedder.embedding"
+_PER_LAYER = "base.decoder.per_layer_embedder"
+_LAYER_INPUTS = (
+    Rule(f"{_PER_LAYER}.embed_tokens_per_layer", "model.embed_tokens_per_layer.weight"),
+    Rule(
+        f"{_PER_LAYER}.per_layer_model_projection.kernel",
+        "model.per_layer_model_projection.weight",
+    ),
+    Rule(f"{_PER_LAYER}.per_layer_projection_norm.scale", "model.per_layer_projection_norm.weight"),
+)
+
+
+def to_rules(config: Any) -> tuple[Rule, ...]:
+    """Rules for the parameters of a `TunixMaxTextAdapter`, one for each weight of each layer.
+
+    Args:
+        config: Its MaxTextConfig, which `to_model_config` accepts.
+    """
+    layers = _LAYERS[get(config, "decoder_block")]
+    turned = {"self_attention.query.kernel", "self_attention.key.kernel"}
+    hooks = dict.fromkeys(turned, halves_of_pairs) if is_interleaved(config) else {}
+    return (
+        *_tables(config),
+        Rule("base.decoder.decoder_norm.scale", "model.norm.weight"),
+        *(_LAYER_INPUTS if get(config, "decoder_block") == "gemma4_small" else ()),
+        *(
+            Rule(
+                place.name(theirs),
+                f"model.layers.{layer}.{ours}",
+                hook=hooks.get(theirs),
+                part=place.part or None,
+                part_axis=place.part_axes or 0,
+            )
+            for layer, place in enumerate(places(config))
+            for theirs, ours in layers
+        ),
+    )
+
+
+def _tables(config: Any) -> tuple[Rule, ...]:
+    """Rules of the embeddings and the head."""
+    embedding = Rule(_EMBEDDING, "model.embed_tokens.weight")
+    if not get(config, "logits_via_embedding"):
+        return embedding, Rule("base.decoder.logits_dense.kernel", "lm_head.weight", (1, 0))
+    if not rounds_head(config):
+        return (embedding,)
+    head = Rule(_EMBEDDING, "lm_head.weight", hook=round_to_bfloat16)
+    return embedding._replace(is_shared=True), head
+
+
+def round_to_bfloat16(x: jax.Array) -> jax.Array:
+    """The nearest values of bfloat16, in the dtype of `x`. XLA may leave out a pair of casts."""
+    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+
+
+def halves_of_pairs(x: jax.Array) -> jax.Array:
+    """Reorders the last axis from neighbouring pairs of a rotary embedding to two halves."""
+    return jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
