@@ -127,7 +127,7 @@ CASES = [
 
 def measure(case: Case) -> list[Row]:
     """The rows of a case, float32 first."""
-    exact, rounded = (_actor(case, dtype) for dtype in ("float32", "bfloat16"))
+    exact, rounded = (make_actor(case, dtype) for dtype in ("float32", "bfloat16"))
     rows = []
     for actor in (exact, rounded):
         outputs, tokens = _sample(actor)
@@ -136,7 +136,8 @@ def measure(case: Case) -> list[Row]:
     return rows
 
 
-def _actor(case: Case, dtype: str) -> actors.Actor:
+def make_actor(case: Case, dtype: str) -> actors.Actor:
+    """A small model of a case, with the weights that MaxText gives it at first."""
     words = [*_SMALL, *FAMILIES[case.family]]
     if case.is_scanned:
         words.append(SCANNED.get(case.family, ""))
