@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from sgljax_engine import InvalidConfigError
+from tests.devices import ROOT
 from tunix_sgljax.cli import main as cli
 from tunix_sgljax.cli import maxtext as command
 from tunix_sgljax.maxtext import requirements, trainer
@@ -39,6 +40,15 @@ def initialize_pydantic(argv, config_class):
     return SimpleNamespace(rl=SimpleNamespace(use_agentic_rollout=False))
 """
 
+TYPES = """
+class RLConfig: ...
+class LoRA:
+    def __init__(self, enable_lora=False, lora_rank=0, **others):
+        if others:
+            raise ValueError(f"no field {next(iter(others))!r}")
+        self.lora_rank = lora_rank
+"""
+
 
 class Rollout:
     """Stands for ours."""
@@ -53,7 +63,8 @@ def maxtext(tmp_path, monkeypatch):
         "integration/vllm/maxtext_vllm_rollout": NEEDS_VLLM,
         "trainers/post_train/rl/train_rl": TRAIN_RL,
         "configs/pyconfig": CONFIGS,
-        "configs/types": "class RLConfig: ...\n",
+        "configs/types": TYPES,
+        "utils/model_creation_utils": "def create_models_and_meshes(*args): ...\n",
         "utils/globals": f"MAXTEXT_CONFIGS_DIR = {str(configs)!r}\n",
     }
     for name, text in files.items():
@@ -103,6 +114,11 @@ def test_what_is_missing_is_named_with_its_line():
     assert str(error.value).endswith(line)
 
 
+def test_the_page_has_the_line():
+    page = ROOT / "docs" / "maxtext.md"
+    assert requirements.install_line(requirements.WHEELS) in page.read_text(encoding="utf-8")
+
+
 def test_the_command_says_how_to_install_what_is_missing(monkeypatch, capsys):
     monkeypatch.setattr(requirements, "installed_wheels", dict)
     assert cli.main(["maxtext", "rl", "rl.yml"]) == cli.EXIT_BAD_INPUT
@@ -131,13 +147,36 @@ def test_bad_arguments_are_refused(words, message):
         command.split_words(words)
 
 
-def test_lora_is_refused_by_its_key(maxtext, tmp_path):
-    with pytest.raises(InvalidConfigError, match=r"lora\.lora_rank: MaxText's train_rl trains all"):
-        run("rl.yml", "lora.lora_rank=4")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["lora.lora_rank=4"], r"lora\.lora_rank=4 has no effect without lora\.enable_lora=True"),
+        (["lora.enable_lora=True"], "lora_rank must be at least 1, got 0"),
+        (["lora.enable_lora=True", "lora.rank=4"], "lora: no field 'rank'"),
+        (
+            ["lora.enable_lora=True", "lora.lora_weight_qtype=nf4"],
+            r"lora\.lora_weight_qtype is not supported in RL, got 'nf4'",
+        ),
+    ],
+)
+def test_bad_lora_is_refused(maxtext, words, message):
+    with pytest.raises(InvalidConfigError, match=message):
+        run("rl.yml", *words)
+
+
+def test_lora_in_a_file_is_refused_with_another_way(maxtext, tmp_path):
     own = tmp_path / "own.yml"
     own.write_text("lora:\n  enable_lora: true\n")
-    with pytest.raises(InvalidConfigError, match="lora: MaxText's train_rl trains all weights"):
+    with pytest.raises(InvalidConfigError, match="give its keys as words"):
         run(str(own))
+
+
+def test_lora_is_told_and_taken_away(maxtext):
+    module = importlib.import_module("maxtext.utils.model_creation_utils")
+    own = module.create_models_and_meshes
+    lines = run("rl.yml", "lora.enable_lora=True", "lora.lora_rank=4")
+    assert any("gives the actor LoRA pairs of rank 4 until" in line for line in lines)
+    assert module.create_models_and_meshes is own
 
 
 def test_maxtexts_own_refusal_is_one_of_input(maxtext):

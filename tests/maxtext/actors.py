@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import grain
 import optax
 from flax import nnx
-from maxtext.configs import pyconfig
-from maxtext.utils import lora_utils, model_creation_utils
-from maxtext.utils.globals import MAXTEXT_CONFIGS_DIR
 from tunix.rl import rl_cluster
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rollout.base_rollout import RolloutConfig
@@ -19,6 +17,12 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from tests.maxtext import recipe, task
 from tests.recipes.models import make_tokenizer
 from tunix_sgljax.maxtext import SglJaxMaxTextRollout
+
+# By name: types are checked without MaxText.
+pyconfig: Any = importlib.import_module("maxtext.configs.pyconfig")
+lora_utils: Any = importlib.import_module("maxtext.utils.lora_utils")
+model_creation_utils: Any = importlib.import_module("maxtext.utils.model_creation_utils")
+CONFIGS = Path(importlib.import_module("maxtext.utils.globals").MAXTEXT_CONFIGS_DIR)
 
 PAD_ID = 0
 
@@ -31,11 +35,13 @@ class Actor(NamedTuple):
     config: Any
 
 
-def make(*words: str) -> Actor:
+def make(*words: str, mesh: Any = None, pad_id: int | None = PAD_ID) -> Actor:
     """A model as MaxText makes it; `lora.enable_lora=True` gives it pairs.
 
     Args:
         *words: Overrides of MaxText's base.yml; later ones win.
+        mesh: Of any axes; None lets MaxText make one.
+        pad_id: Given to the adapter; Tunix's own command gives none.
     """
     given = (
         "run_name=tiny",
@@ -53,11 +59,11 @@ def make(*words: str) -> Actor:
         *words,
     )
     latest = {word.partition("=")[0]: word for word in given}
-    base = Path(MAXTEXT_CONFIGS_DIR) / "base.yml"
-    config = pyconfig.initialize_pydantic(["", str(base), *latest.values()])
-    model, mesh = model_creation_utils.from_pretrained(
-        config, wrap_with_tunix_adapter=True, tokenizer_pad_id=PAD_ID
+    config = pyconfig.initialize_pydantic(["", str(CONFIGS / "base.yml"), *latest.values()])
+    made = model_creation_utils.from_pretrained(
+        config, mesh=mesh, wrap_with_tunix_adapter=True, tokenizer_pad_id=pad_id
     )
+    model, mesh = made if mesh is None else (made, mesh)
     if config.lora.enable_lora:
         # MaxText's function takes the model inside the adapter.
         model.base = lora_utils.apply_lora_to_model(model.base, mesh, config)
@@ -78,13 +84,14 @@ def rollout_config(**changes: Any) -> RolloutConfig:
 
 
 def make_rollout(actor: Actor, config: RolloutConfig | None = None, **options: Any) -> Any:
-    """A rollout alone, on the actor's mesh."""
+    """A rollout alone, on the actor's mesh, that samples no padding: the trainer would hide it."""
     return SglJaxMaxTextRollout(
         maxtext_config=actor.config,
         rollout_actor=actor.model,
         tokenizer=make_tokenizer(names_pad=True),
         mesh=actor.mesh,
         rollout_config=rollout_config() if config is None else config,
+        sampling_params={"bad_token_ids": [PAD_ID]},
         **options,
     )
 

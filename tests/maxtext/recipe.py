@@ -49,7 +49,7 @@ QWEN3 = (
 def words(folder: Path, num_steps: int, *overrides: str) -> list[str]:
     """What follows `maxtext rl`, with files written into the folder; later words win."""
     tokenizer = write_tokenizer(folder / "tokenizer", names_pad=True)
-    rows = [{"question": f"say e, {_NAMES[i % 4]}", "answer": str(i)} for i in range(64)]
+    rows = [{"question": f"say e, {_NAMES[i % 4]}", "answer": f"#### {i}"} for i in range(64)]
     datasets.Dataset.from_list(rows).to_parquet(folder / "train.parquet")
     here = Path(__file__).parent
     given = (

@@ -26,11 +26,13 @@ class Run:
         clusters: The clusters that MaxText's trainer made.
         texts: Completions of each call of the rollout.
         differing: After each sync, names of the engine's weights that are not the trainer's.
+        num_engines: Engines of the rollout, one for each submesh.
     """
 
     clusters: list[Any] = dataclasses.field(default_factory=list)
     texts: list[list[str]] = dataclasses.field(default_factory=list)
     differing: list[list[str]] = dataclasses.field(default_factory=list)
+    num_engines: int = 0
 
     @property
     def rollout(self) -> SglJaxRollout:
@@ -85,5 +87,6 @@ def command(folder: Path, num_steps: int, *overrides: str) -> Run:
         argv = ["maxtext", "rl", *recipe.words(folder, num_steps, *overrides)]
         # Not `main`, which would make a line of text of an error.
         assert cli.find_command("maxtext").run(cli.make_parser(argv).parse_args(argv)) == 0
+        run.num_engines = len(run.rollout.engine._group.loops)
         assert run.rollout.find_differing_weights(nnx.state(run.actor, nnx.Param)) == []
     return run

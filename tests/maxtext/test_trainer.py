@@ -31,6 +31,16 @@ def test_twenty_steps_raise_the_reward(scan, tmp_path, capsys):
     assert not any("maxtext_vllm" in name or name == TRAINER for name in sys.modules)
 
 
+def test_twenty_steps_of_lora_raise_the_reward(tmp_path, capsys):
+    words = ("lora.enable_lora=True", "lora.lora_rank=4", "lora.lora_alpha=8.0")
+    run = command(tmp_path, 20, *words, "learning_rate=0.03")
+    assert run.rollout.lora_report.num_pairs == 7
+    assert run.rollout.weight_version == 20
+    assert run.differing == [[]] * 20
+    assert run.rewards[-5:].mean() > run.rewards[:5].mean() + 0.1, run.rewards
+    assert "gives the actor LoRA pairs of rank 4 until" in capsys.readouterr().err
+
+
 def test_bfloat16_is_what_the_rollout_computes_in_if_the_trainer_does(tmp_path):
     run = command(tmp_path, 2, "dtype=bfloat16", "weight_dtype=float32")
     assert run.rollout.dtype == "bfloat16"
@@ -45,8 +55,8 @@ def test_options_of_the_rollout_reach_it(tmp_path):
     assert run.rollout._builder.engine_config.cache.page_size == 8
 
 
-def test_agentic_rollouts_need_a_newer_tunix(tmp_path):
-    with pytest.raises(InvalidConfigError, match="google-tunix .* lacks: force_on_policy_ratio"):
+def test_agentic_rollouts_are_refused_by_what_tunix_lacks(tmp_path):
+    with pytest.raises(InvalidConfigError, match=r"google-tunix .* lacks: force_on_policy_ratio"):
         command(tmp_path, 1, "rl.use_agentic_rollout=True")
     assert TRAINER not in sys.modules
 
@@ -59,6 +69,24 @@ def test_evaluation_before_and_after(tmp_path):
         recipe.BATCH * recipe.NUM_GENERATIONS,
         recipe.BATCH,
     ]
+
+
+def test_gsm8k_as_maxtext_has_it(tmp_path):
+    """Its prompts, rewards and evaluation, on rows in GSM8K's form."""
+    own = (
+        "dataset_name=openai/gsm8k",
+        "eval_dataset_name=openai/gsm8k",
+        "dataset_processor_path=",
+        "reward_functions_path=",
+        "reward_functions=",
+        "num_test_batches=1",
+        "max_prefill_predict_length=512",  # a token is a character
+        "max_target_length=528",
+    )
+    run = command(tmp_path, 2, *own)
+    assert run.rollout.weight_version == 2
+    assert run.differing[-1] == []
+    assert [len(texts) for texts in run.texts] == [recipe.BATCH, 16, 16, recipe.BATCH]
 
 
 def test_checkpoints_are_written_and_continue(tmp_path):

@@ -50,6 +50,7 @@ class Recipe:
         waits_for: What it cannot run without, instead of running it.
         stops_at: What of it does not run, though its training does.
         remark: What a reader should know about a recipe that runs.
+        needs_maxtext: Whether its model is MaxText's, so that `make test-maxtext` runs it.
     """
 
     number: int
@@ -72,6 +73,7 @@ class Recipe:
     waits_for: str = ""
     stops_at: str = ""
     remark: str = ""
+    needs_maxtext: bool = False
 
     def meshes(self) -> tuple[tuple[int, int], tuple[int, int] | None]:
         """The meshes it is run on: the longest axes are halved until `NUM_DEVICES` are enough."""
@@ -208,12 +210,21 @@ RECIPES = (
         section=_DISAGG_8B,
         algorithm={"beta": 0.08, "epsilon": 0.2, "max_concurrency": 128, "max_turns": 1},
     ),
-    _waiting(
-        13,
-        "the same with MaxText's model",
-        f"{_GRPO}/run_qwen3_8b_disagg_maxtext.sh",
-        "cli",
-        "MaxText, whose mappings name vLLM's parameters",
+    Recipe(
+        number=13,
+        title="the same with MaxText's model",
+        source=f"{_GRPO}/run_qwen3_8b_disagg_maxtext.sh",
+        way="cli",
+        learner="agentic",
+        model="maxtext_qwen3",
+        engine="vllm",
+        mesh=(8, 1),
+        rollout_mesh=(1, 8),
+        rollout={**_GSM8K, "return_logprobs": True},
+        section=_DISAGG_8B,
+        algorithm={"beta": 0.08, "epsilon": 0.2, "max_concurrency": 128, "max_turns": 1},
+        needs_maxtext=True,
+        remark="with MaxText, in Python 3.12",
     ),
     _grpo(14, "Gemma 4 E2B", "gemma4", "configs/gemma4_e2b.yaml", lora=_EINSUMS, mesh=(8, 1)),
     _ppo(15, "Gemma 2 2B", "gemma2", "configs/gemma2_2b.yaml", lora=_EINSUMS),

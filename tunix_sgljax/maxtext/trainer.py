@@ -23,6 +23,7 @@ import yaml
 
 from sgljax_engine import InvalidConfigError
 from tunix_sgljax.maxtext.known_faults import padding_fault
+from tunix_sgljax.maxtext.pairs import split_lora, with_pairs
 
 TRAINER = "maxtext.trainers.post_train.rl.train_rl"
 ROLLOUT = "MaxTextVllmRollout"
@@ -52,7 +53,7 @@ _VLLM_KEYS = frozenset(
 """Keys of MaxText's config that configure vLLM and nothing that this engine has."""
 
 _AGENTIC_FIELDS = ("force_on_policy_ratio", "log_sampler_trainer_agreement")
-"""What train_rl 0.2.5 passes to Tunix's agentic GRPOConfig, and google-tunix 0.1.7 does not have."""
+"""Fields of Tunix's agentic GRPOConfig that train_rl 0.2.5 sets and google-tunix 0.1.7 lacks."""
 
 Say = Callable[[str], None]
 """Tells the user one line."""
@@ -74,14 +75,18 @@ def run_rl(
         InvalidConfigError: for a config that cannot be run, before a model is made.
     """
     path = find_config(config_path)
+    overrides, lora = split_lora(overrides)
     named = named_keys(path, overrides)
     check_keys(named)
     meaningless = sorted(named & _VLLM_KEYS)
     if meaningless:
         say(f"these configure vLLM and mean nothing here: {', '.join(meaningless)}")
-    with trainer(functools.partial(rollout_class, **options), say) as module:
+    with contextlib.ExitStack() as stack:
+        module = stack.enter_context(trainer(functools.partial(rollout_class, **options), say))
         argv = ["", str(path), *overrides]
         config = _load_config(argv)
+        if lora is not None:
+            stack.enter_context(_pairs(lora, say))
         if config.rl.use_agentic_rollout:
             check_agentic()
         fault = padding_fault(config)
@@ -117,6 +122,19 @@ def trainer(rollout: Any, say: Say) -> Iterator[types.ModuleType]:
         stack.enter_context(_replaced(module, ROLLOUT, rollout))
         say(f"{TRAINER}.{ROLLOUT} is {_name_of(rollout)} until the command ends")
         yield module
+
+
+@contextlib.contextmanager
+def _pairs(fields: dict[str, Any], say: Say) -> Iterator[None]:
+    """The actors that MaxText makes inside the block have LoRA pairs."""
+    module = importlib.import_module("maxtext.utils.model_creation_utils")
+    name = "create_models_and_meshes"
+    with _replaced(module, name, with_pairs(vars(module)[name], fields)):
+        say(
+            f"{module.__name__}.{name} gives the actor LoRA pairs of rank {fields['lora_rank']} "
+            "until the command ends: train_rl has no LoRA of its own"
+        )
+        yield
 
 
 @contextlib.contextmanager
@@ -215,17 +233,15 @@ def named_keys(path: Path, overrides: Sequence[str]) -> set[str]:
 
 
 def check_keys(named: Collection[str]) -> None:
-    """Refuses keys for which MaxText's own answer is a list of all its fields.
+    """Refuses LoRA in a file, for which MaxText's own answer is a list of all its fields.
 
     Raises:
         InvalidConfigError: names the key and another way.
     """
-    lora = sorted(key for key in named if key.partition(".")[0] == "lora")
-    if lora:
+    if "lora" in named:
         raise InvalidConfigError(
-            f"{lora[0]}: MaxText's train_rl trains all weights, and its config has no LoRA. Give "
-            "Tunix's RLCluster an actor that maxtext.utils.lora_utils.apply_lora_to_model made, "
-            "with SglJaxMaxTextRollout; docs/maxtext.md shows how"
+            "lora: MaxText's RL config has no such section; give its keys as words, as in "
+            "lora.enable_lora=True lora.lora_rank=8 lora.lora_alpha=16"
         )
 
 
@@ -256,16 +272,13 @@ def _dotted(tree: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _load_config(argv: list[str]) -> Any:
-    from maxtext.configs import pyconfig
-    from maxtext.configs import types as config_types
-
+    pyconfig = importlib.import_module("maxtext.configs.pyconfig")
+    config_class = importlib.import_module("maxtext.configs.types").RLConfig
     try:
-        return pyconfig.initialize_pydantic(argv, config_class=config_types.RLConfig)
+        return pyconfig.initialize_pydantic(argv, config_class=config_class)
     except ValueError as error:
         raise InvalidConfigError(f"MaxText's config: {error}") from error
 
 
 def _configs() -> Path:
-    from maxtext.utils.globals import MAXTEXT_CONFIGS_DIR
-
-    return Path(MAXTEXT_CONFIGS_DIR)
+    return Path(importlib.import_module("maxtext.utils.globals").MAXTEXT_CONFIGS_DIR)
