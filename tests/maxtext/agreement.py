@@ -1,7 +1,8 @@
 """How near the engine's log-probs are to MaxText's own, for every family in every form.
 
-    python -m tests.maxtext.agreement                 # all rows of benchmarks/results/maxtext.json
-    python -m tests.maxtext.agreement gemma4-31b      # those of a family
+    python -m tests.maxtext.agreement                   # benchmarks/results/maxtext.json
+    python -m tests.maxtext.agreement gemma4-31b        # those of a family
+    python -m tests.maxtext.agreement gemma4-31b-flat   # its rows with flat layers
 
 Greedy and sampled tokens of the engine, after two updates of all weights, are scored by the adapter
 in one forward pass without a cache, of rows padded on the left as Tunix pads them. In bfloat16 both
@@ -246,25 +247,28 @@ def _in_words(row: Row) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measures families, and puts their rows into the results."""
+    """Measures cases, and puts their rows into the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("families", nargs="*", help=f"of {', '.join(FAMILIES)}; all by default")
-    families = parser.parse_args(argv).families or list(FAMILIES)
-    found = []
-    for case in CASES:
-        for row in measure(case) if case.family in families else ():
+    parser.add_argument(
+        "cases", nargs="*", help=f"{CASES[0]}, or {CASES[0].family}; all by default"
+    )
+    names = parser.parse_args(argv).cases or [""]
+    cases = [case for case in CASES if any(str(case).startswith(name) for name in names)]
+    measured = list(map(dataclasses.asdict, cases))
+    kept = json.loads(RESULTS.read_text())["rows"] if RESULTS.is_file() else []
+    rows = [row for row in kept if row["case"] not in measured]
+    for case in cases:
+        for row in measure(case):
             sys.stdout.write(_in_words(row) + "\n")
             sys.stdout.flush()
-            found.append(dataclasses.asdict(row))
-    kept = json.loads(RESULTS.read_text())["rows"] if RESULTS.is_file() else []
-    kept = [row for row in kept if row["case"]["family"] not in families]
+            rows.append(dataclasses.asdict(row))
     environment = {
         "device": jax.devices()[0].device_kind,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         **{name: version(name) for name in ("maxtext", "google-tunix", "jax")},
     }
     order = list(map(dataclasses.asdict, CASES))
-    rows = sorted([*kept, *found], key=lambda row: order.index(row["case"]))
+    rows.sort(key=lambda row: order.index(row["case"]))
     content = {"environment": environment, "num_updates": NUM_UPDATES, "rows": rows}
     RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
