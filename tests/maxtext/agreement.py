@@ -246,31 +246,35 @@ def _in_words(row: Row) -> str:
     )
 
 
-def main(argv: Sequence[str]) -> None:
-    """Measures cases, and puts their rows into the results."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "cases", nargs="*", help=f"{CASES[0]}, or {CASES[0].family}; all by default"
-    )
-    names = parser.parse_args(argv).cases or [""]
-    cases = [case for case in CASES if any(str(case).startswith(name) for name in names)]
-    measured = list(map(dataclasses.asdict, cases))
+def _record(rows: Sequence[Row]) -> None:
+    """Puts the rows of a case into the results, in the place of older ones."""
+    case = dataclasses.asdict(rows[0].case)
     kept = json.loads(RESULTS.read_text())["rows"] if RESULTS.is_file() else []
-    rows = [row for row in kept if row["case"] not in measured]
-    for case in cases:
-        for row in measure(case):
-            sys.stdout.write(_in_words(row) + "\n")
-            sys.stdout.flush()
-            rows.append(dataclasses.asdict(row))
+    found = [row for row in kept if row["case"] != case] + list(map(dataclasses.asdict, rows))
+    order = list(map(dataclasses.asdict, CASES))
+    found.sort(key=lambda row: order.index(row["case"]))
     environment = {
         "device": jax.devices()[0].device_kind,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         **{name: version(name) for name in ("maxtext", "google-tunix", "jax")},
     }
-    order = list(map(dataclasses.asdict, CASES))
-    rows.sort(key=lambda row: order.index(row["case"]))
-    content = {"environment": environment, "num_updates": NUM_UPDATES, "rows": rows}
+    content = {"environment": environment, "num_updates": NUM_UPDATES, "rows": found}
     RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measures cases, and records each."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "cases", nargs="*", help=f"{CASES[0]}, or {CASES[0].family}; all by default"
+    )
+    names = parser.parse_args(argv).cases or [""]
+    for case in CASES:
+        if any(str(case).startswith(name) for name in names):
+            rows = measure(case)
+            sys.stdout.write("".join(f"{_in_words(row)}\n" for row in rows))
+            sys.stdout.flush()
+            _record(rows)
 
 
 if __name__ == "__main__":
