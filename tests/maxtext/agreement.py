@@ -1,7 +1,8 @@
 """How near the engine's log-probs are to MaxText's own, for every family in every form.
 
-    python -m tests.maxtext.agreement                 # all rows of benchmarks/results/maxtext.json
-    python -m tests.maxtext.agreement gemma4-31b      # those of a family
+    python -m tests.maxtext.agreement                   # benchmarks/results/maxtext.json
+    python -m tests.maxtext.agreement gemma4-31b        # those of a family
+    python -m tests.maxtext.agreement gemma4-31b-flat   # its rows with flat layers
 
 Greedy and sampled tokens of the engine, after two updates of all weights, are scored by the adapter
 in one forward pass without a cache, of rows padded on the left as Tunix pads them. In bfloat16 both
@@ -127,7 +128,7 @@ CASES = [
 
 def measure(case: Case) -> list[Row]:
     """The rows of a case, float32 first."""
-    exact, rounded = (_actor(case, dtype) for dtype in ("float32", "bfloat16"))
+    exact, rounded = (make_actor(case, dtype) for dtype in ("float32", "bfloat16"))
     rows = []
     for actor in (exact, rounded):
         outputs, tokens = _sample(actor)
@@ -136,7 +137,8 @@ def measure(case: Case) -> list[Row]:
     return rows
 
 
-def _actor(case: Case, dtype: str) -> actors.Actor:
+def make_actor(case: Case, dtype: str) -> actors.Actor:
+    """A small model of a case, with the weights that MaxText gives it at first."""
     words = [*_SMALL, *FAMILIES[case.family]]
     if case.is_scanned:
         words.append(SCANNED.get(case.family, ""))
@@ -244,28 +246,35 @@ def _in_words(row: Row) -> str:
     )
 
 
-def main(argv: Sequence[str]) -> None:
-    """Measures families, and puts their rows into the results."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("families", nargs="*", help=f"of {', '.join(FAMILIES)}; all by default")
-    families = parser.parse_args(argv).families or list(FAMILIES)
-    found = []
-    for case in CASES:
-        for row in measure(case) if case.family in families else ():
-            sys.stdout.write(_in_words(row) + "\n")
-            sys.stdout.flush()
-            found.append(dataclasses.asdict(row))
+def _record(rows: Sequence[Row]) -> None:
+    """Puts the rows of a case into the results, in the place of older ones."""
+    case = dataclasses.asdict(rows[0].case)
     kept = json.loads(RESULTS.read_text())["rows"] if RESULTS.is_file() else []
-    kept = [row for row in kept if row["case"]["family"] not in families]
+    found = [row for row in kept if row["case"] != case] + list(map(dataclasses.asdict, rows))
+    order = list(map(dataclasses.asdict, CASES))
+    found.sort(key=lambda row: order.index(row["case"]))
     environment = {
         "device": jax.devices()[0].device_kind,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         **{name: version(name) for name in ("maxtext", "google-tunix", "jax")},
     }
-    order = list(map(dataclasses.asdict, CASES))
-    rows = sorted([*kept, *found], key=lambda row: order.index(row["case"]))
-    content = {"environment": environment, "num_updates": NUM_UPDATES, "rows": rows}
+    content = {"environment": environment, "num_updates": NUM_UPDATES, "rows": found}
     RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measures cases, and records each."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "cases", nargs="*", help=f"{CASES[0]}, or {CASES[0].family}; all by default"
+    )
+    names = parser.parse_args(argv).cases or [""]
+    for case in CASES:
+        if any(str(case).startswith(name) for name in names):
+            rows = measure(case)
+            sys.stdout.write("".join(f"{_in_words(row)}\n" for row in rows))
+            sys.stdout.flush()
+            _record(rows)
 
 
 if __name__ == "__main__":

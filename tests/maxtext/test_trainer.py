@@ -34,7 +34,9 @@ def test_twenty_steps_raise_the_reward(scan, tmp_path, capsys):
 def test_twenty_steps_of_lora_raise_the_reward(tmp_path, capsys):
     words = ("lora.enable_lora=True", "lora.lora_rank=4", "lora.lora_alpha=8.0")
     run = command(tmp_path, 20, *words, "learning_rate=0.03")
-    assert run.rollout.lora_report.num_pairs == 7
+    report = run.rollout.lora_report
+    assert report is not None
+    assert report.num_pairs == 7
     assert run.rollout.weight_version == 20
     assert run.differing == [[]] * 20
     assert run.rewards[-5:].mean() > run.rewards[:5].mean() + 0.1, run.rewards
@@ -76,14 +78,12 @@ def test_gsm8k_as_maxtext_has_it(tmp_path):
     own = (
         "dataset_name=openai/gsm8k",
         "eval_dataset_name=openai/gsm8k",
-        "dataset_processor_path=",
-        "reward_functions_path=",
-        "reward_functions=",
         "num_test_batches=1",
         "max_prefill_predict_length=512",  # a token is a character
         "max_target_length=528",
     )
-    run = command(tmp_path, 2, *own)
+    files = ("dataset_processor_path", "reward_functions_path", "reward_functions")
+    run = command(tmp_path, 2, *own, without=files)
     assert run.rollout.weight_version == 2
     assert run.differing[-1] == []
     assert [len(texts) for texts in run.texts] == [recipe.BATCH, 16, 16, recipe.BATCH]

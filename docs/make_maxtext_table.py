@@ -1,0 +1,117 @@
+"""Writes the tables of docs/maxtext_models.md: which models, and how near the engine is to them.
+
+    python docs/make_maxtext_table.py
+
+Needs MaxText: `make test-maxtext` makes an environment with it, and compares the page with
+`render(page)`. How near comes from benchmarks/results/maxtext.json, which
+`python -m tests.maxtext.agreement` writes.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from maxtext.checkpoint_conversion.utils.hf_model_configs import HF_MODEL_CONFIGS
+from maxtext.configs import pyconfig
+from maxtext.utils.globals import MAXTEXT_CONFIGS_DIR
+
+from sgljax_engine import UnsupportedModelError
+from tunix_sgljax.maxtext.model_config import to_model_config
+
+OUTPUT = Path(__file__).with_name("maxtext_models.md")
+_ROOT = Path(__file__).parents[1]
+_RESULTS = _ROOT / "benchmarks" / "results" / "maxtext.json"
+_BASE = Path(MAXTEXT_CONFIGS_DIR)
+_WORDS = (
+    "run_name=table",
+    "hardware=cpu",
+    "skip_jax_distributed_system=True",
+    "log_config=False",
+    "jax_cache_dir=",
+    "convert_checkpoint_if_possible=False",
+)
+_HEAD = (
+    "| model | layers | head | float32: greedy | apart | MaxText itself "
+    "| bfloat16: greedy | error | MaxText's error |",
+    "|---|---|---|---:|---:|---:|---:|---:|---:|",
+)
+
+
+def render(text: str) -> str:
+    """The text of the page with its tables made anew."""
+    for name, lines in (("models", _models()), ("agreement", _agreement())):
+        begin = f"<!-- {name}: made by docs/make_maxtext_table.py -->\n"
+        end = f"<!-- end of {name} -->\n"
+        head, _, rest = text.partition(begin)
+        _, _, tail = rest.partition(end)
+        text = f"{head}{begin}\n{chr(10).join(lines)}\n\n{end}{tail}"
+    return text
+
+
+def _models() -> Iterator[str]:
+    models = collections.defaultdict(list)
+    for name in HF_MODEL_CONFIGS:
+        models[_answer(name)].append(f"`{name}`")
+    yield "| models | |"
+    yield "|---|---|"
+    for answer, names in models.items():
+        yield f"| {', '.join(names)} | {answer} |"
+
+
+def _answer(name: str) -> str:
+    """What the converter says to the config that MaxText has for a model."""
+    file = name.removesuffix("-Instruct")
+    if not (_BASE / "models" / f"{file}.yml").is_file():
+        return "no: MaxText has no config file of that name"
+    try:
+        model = to_model_config(_config(name), context_length=4096)
+    except UnsupportedModelError as error:
+        reason = str(error).removeprefix("MaxText's ").partition(" is not supported")[0]
+        field, _, value = reason.partition("=")
+        return f"no: `{field}={value.strip(chr(39))}`"
+    return f"yes, `{model.architecture}`"
+
+
+def _config(name: str) -> Any:
+    """MaxText's own config of a model, with flat layers if it refuses to scan them."""
+    for words in ((), ("override_model_config=True", "scan_layers=False")):
+        argv = ["", str(_BASE / "base.yml"), f"model_name={name}", *_WORDS, *words]
+        try:
+            return pyconfig._initialize_pydantic(argv)
+        except ValueError as error:
+            problem = error
+    raise problem
+
+
+def _agreement() -> Iterator[str]:
+    content = json.loads(_RESULTS.read_text(encoding="utf-8"))
+    pairs = collections.defaultdict(dict)
+    for row in content["rows"]:
+        pairs[tuple(row["case"].values())][row["dtype"]] = row
+    yield from _HEAD
+    for (family, is_scanned, is_tied), rows in pairs.items():
+        exact, rounded = rows["float32"], rows["bfloat16"]
+        cells = (
+            f"`{family}`",
+            "scanned" if is_scanned else "flat",
+            "tied" if is_tied else "its own",
+            f"{exact['num_equal']}/{exact['num_greedy']}",
+            f"{exact['difference']:.1e}",
+            f"{exact['own_difference']:.1e}",
+            f"{rounded['num_equal']}/{rounded['num_greedy']}",
+            f"{rounded['error']:.4f}",
+            f"{rounded['maxtext_error']:.4f}",
+        )
+        yield f"| {' | '.join(cells)} |"
+    versions = content["environment"]
+    yield ""
+    with_them = ", ".join(f"{name} {versions[name]}" for name in ("maxtext", "google-tunix", "jax"))
+    yield f"Measured on {versions['date']}, {versions['device']}, with {with_them}."
+
+
+if __name__ == "__main__":
+    OUTPUT.write_text(render(OUTPUT.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,359 @@
+"""MaxText's configs and weights, without MaxText: from what it wrote into golden/maxtext.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sgljax_engine import (
+    InvalidConfigError,
+    KVShape,
+    ScaleConfig,
+    UnsupportedModelError,
+    WeightSyncError,
+)
+from sgljax_engine.models.registry import get_model
+from sgljax_engine.weights.apply import apply
+from sgljax_engine.weights.forms import Form
+from sgljax_engine.weights.plan import plan_sync
+from sgljax_engine.weights.specs import TargetSpec, source_spec
+from tunix_sgljax import mappings, model_config
+from tunix_sgljax.maxtext import SglJaxMaxTextRollout
+from tunix_sgljax.maxtext.model_config import to_model_config
+from tunix_sgljax.maxtext.rules import halves_of_pairs, round_to_bfloat16, to_rules
+
+GOLDENS = json.loads((Path(__file__).parents[1] / "golden" / "maxtext.json").read_text())
+CASES = pytest.mark.parametrize("name", GOLDENS)
+
+
+class MaxTextConfig(SimpleNamespace):
+    """A config of MaxText, as far as can be told without it."""
+
+
+MaxTextConfig.__module__ = "maxtext.configs.types"
+
+
+def config_of(name: str, **changes: Any) -> MaxTextConfig:
+    return MaxTextConfig(**GOLDENS[name]["config"] | changes)
+
+
+def parameters(name: str) -> dict[str, np.ndarray]:
+    """Distinct numbers in the shapes of MaxText's parameters."""
+    rng = np.random.default_rng(0)
+    shapes = GOLDENS[name]["parameters"]
+    return {key: rng.normal(size=shape).astype(np.float32) for key, shape in shapes.items()}
+
+
+def targets(model) -> dict[str, TargetSpec]:
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return {
+        name: TargetSpec(spec.shape, jnp.dtype("float32"), Form.LOGICAL, sharding, spec.alias)
+        for name, spec in get_model(model.architecture).param_specs(model).items()
+    }
+
+
+def sync(name: str, source: dict[str, np.ndarray], **changes: Any) -> dict[str, np.ndarray]:
+    config = config_of(name, **changes)
+    model = to_model_config(config, context_length=64)
+    plan = plan_sync(source_spec(source), to_rules(config), targets(model))
+    return {key: np.asarray(x) for key, x in apply(plan, source).items()}
+
+
+@CASES
+def test_every_parameter_has_its_place(name):
+    """All of MaxText's are used and all of the engine's made, with the right shapes."""
+    source = parameters(name)
+    made = sync(name, source)
+    extra = "lm_head.weight" in made and name.endswith("-tied")
+    assert sum(x.size for x in made.values()) == sum(x.size for x in source.values()) + (
+        made["lm_head.weight"].size if extra else 0
+    )
+
+
+def test_flat_layers_keep_their_numbers():
+    name = "qwen3-0.6b-flat-head"
+    source = parameters(name)
+    made = sync(name, source)
+    for layer in range(3):
+        theirs, ours = f"base.decoder.layers_{layer}.", f"model.layers.{layer}."
+        query = source[f"{theirs}self_attention.query.kernel"].reshape(64, 64)
+        np.testing.assert_array_equal(made[f"{ours}self_attn.q_proj.weight"], query)
+        wi = source[f"{theirs}mlp.wi_0.kernel"]
+        np.testing.assert_array_equal(made[f"{ours}mlp.gate_proj.weight"], wi)
+    head = source["base.decoder.logits_dense.kernel"]
+    np.testing.assert_array_equal(made["lm_head.weight"], head.T)
+
+
+def test_stacked_experts():
+    name = "qwen3-30b-a3b-scanned-tied"
+    source = parameters(name)
+    made = sync(name, source)
+    for layer in range(3):
+        experts = source["base.decoder.layers.moe_block.wo"][:, layer]
+        target = f"model.layers.{layer}.mlp.experts.down_proj.weight"
+        np.testing.assert_array_equal(made[target], experts)
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "weight", "index"),
+    [
+        ("gemma2-2b-scanned-tied", 2, "layers.pre_ffw_norm_local.scale", np.s_[:, 1]),
+        ("gemma2-2b-scanned-tied", 1, "layers.pre_ffw_norm_global.scale", np.s_[:, 0]),
+        ("gemma3-4b-scanned-tied", 8, "layers.layers_2.pre_ffw_norm.scale", np.s_[:, 1]),
+        ("gemma3-4b-scanned-tied", 13, "layers_remainder.layers_1.pre_ffw_norm.scale", np.s_[:]),
+        (
+            "gemma4-31b-scanned-tied",
+            9,
+            "scanned_blocks.local_layers.pre_ffw_norm.scale",
+            np.s_[:, 1, 3],
+        ),
+        (
+            "gemma4-31b-scanned-tied",
+            11,
+            "scanned_blocks.global_layer.pre_ffw_norm.scale",
+            np.s_[:, 1],
+        ),
+        (
+            "gemma4-31b-scanned-tied",
+            13,
+            "layers_remainder.local_layers.pre_ffw_norm.scale",
+            np.s_[:, 1],
+        ),
+    ],
+)
+def test_layers_in_cycles(name, layer, weight, index):
+    source = parameters(name)
+    made = sync(name, source)
+    found = made[f"model.layers.{layer}.pre_feedforward_layernorm.weight"]
+    np.testing.assert_array_equal(found, source[f"base.decoder.{weight}"][index])
+
+
+def test_layers_may_be_stacked_first():
+    name = "gemma4-31b-scanned-tied"
+    source = parameters(name)
+    moved = {
+        key: np.moveaxis(x, (1, 2), (0, 1)) if "scanned_blocks.local" in key else x
+        for key, x in source.items()
+    }
+    for key, x in source.items():
+        if "global_layer" in key or "layers_remainder" in key:
+            moved[key] = np.moveaxis(x, 1, 0)
+    wanted, found = sync(name, source), sync(name, moved, param_scan_axis=0)
+    for key, x in wanted.items():
+        np.testing.assert_array_equal(found[key], x)
+
+
+def test_a_tied_head_is_rounded_as_maxtext_does():
+    name = "qwen3-0.6b-scanned-tied"
+    source = parameters(name)
+    table = source["base.token_embedder.embedding"]
+    made = sync(name, source)
+    np.testing.assert_array_equal(made["model.embed_tokens.weight"], table)
+    rounded = table.astype(jnp.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(made["lm_head.weight"], rounded)
+    for field in ("dtype", "weight_dtype"):
+        assert "lm_head.weight" not in sync(name, source, **{field: "bfloat16"})
+
+
+def test_rounding_survives_compilation():
+    x = jnp.linspace(0.1, 3.0, 97)
+    wanted = x.astype(jnp.bfloat16).astype(jnp.float32)
+    np.testing.assert_array_equal(jax.jit(round_to_bfloat16)(x), wanted)
+
+
+def test_llamas_pairs_become_halves():
+    pairs = jnp.arange(8.0)[None]
+    assert halves_of_pairs(pairs).tolist() == [[0, 2, 4, 6, 1, 3, 5, 7]]
+    name = "llama3.1-8b-flat-head"
+    source = parameters(name)
+    made = sync(name, source)
+    kernels = source["base.decoder.layers_0.self_attention.key.kernel"]
+    halves = np.concatenate([kernels[..., ::2], kernels[..., 1::2]], -1).reshape(64, 32)
+    np.testing.assert_array_equal(made["model.layers.0.self_attn.k_proj.weight"], halves)
+    values = source["base.decoder.layers_0.self_attention.value.kernel"].reshape(64, 32)
+    np.testing.assert_array_equal(made["model.layers.0.self_attn.v_proj.weight"], values)
+
+
+class TestModel:
+    """What MaxText computes otherwise than a config says, or than Hugging Face."""
+
+    def model(self, name: str, **changes: Any):
+        return to_model_config(config_of(name, **changes), context_length=64)
+
+    def test_llama(self):
+        model = self.model("llama3.1-8b-flat-head")
+        assert model.attention.scale == 1.0
+        assert model.rope.llama3 is not None
+        assert model.rope.llama3.factor == 8.0
+        assert self.model("llama3.1-8b-flat-head", rope_use_scale=False).rope.llama3 is None
+        name = "llama3.1-8b-flat-head"
+        other = self.model(name, model_name="llama2-7b", local_rope_max_timescale=-1)
+        assert other.rope.llama3 is None
+
+    def test_experts_always_have_a_sum_of_one(self):
+        name = "qwen3-30b-a3b-flat-head"
+        moe = self.model(name, norm_topk_prob=False).moe
+        assert moe is not None
+        assert moe.norm_topk_prob
+        gemma = self.model("gemma4-26b-flat-head", norm_topk_prob=False).moe
+        assert gemma is not None
+        assert not gemma.norm_topk_prob
+        assert gemma.is_beside_mlp
+
+    def test_gemma_keeps_factors_in_its_weights(self):
+        tied = self.model("gemma3-4b-scanned-tied")
+        assert tied.scales == ScaleConfig(embedding=1.0, norm_offset=0.0, logits=0.125)
+        assert self.model("gemma3-4b-flat-head").scales.logits == 1.0
+        assert self.model("qwen3-0.6b-scanned-tied").scales == ScaleConfig()
+        llama = self.model("llama3.1-8b-scanned-tied")
+        assert llama.scales == ScaleConfig(logits=0.125)  # MaxText's default with tied embeddings
+
+    def test_a_cap_of_logits_needs_a_tied_head(self):
+        assert self.model("gemma2-2b-scanned-tied").final_logit_softcap == 30.0
+        assert self.model("gemma2-2b-flat-head").final_logit_softcap is None
+
+    def test_gemma_layers(self):
+        attention = self.model("gemma3-4b-scanned-tied").attention
+        assert attention.sliding_layers == (*[True] * 5, False) * 2 + (True, True)
+        assert attention.scale == 16**-0.5
+        assert attention.sliding_rope is not None
+        assert (attention.sliding_rope.theta, attention.sliding_rope.linear_factor) == (1e4, 1.0)
+        full = self.model("gemma3-4b-scanned-tied").rope
+        assert (full.theta, full.linear_factor) == (1e6, 8.0)
+        large = self.model(
+            "gemma3-4b-flat-head",
+            model_name="gemma3-27b",
+            base_emb_dim=64,
+            base_num_query_heads=2,
+        )
+        assert large.attention.scale == 32**-0.5
+        gemma2 = self.model("gemma2-2b-scanned-tied")
+        assert gemma2.num_layers == 4
+        assert gemma2.attention.sliding_layers == (True, False, True, False)
+
+    def test_gemma4(self):
+        attention = self.model("gemma4-31b-scanned-tied").attention
+        assert attention.full_kv == KVShape(1, 32)
+        assert attention.full_values_are_keys
+        assert self.model("gemma4-31b-scanned-tied").rope.rotary_fraction == 0.25
+        small = self.model("gemma4-e2b-flat-head")
+        assert small.attention.kv_layers == (0, 1, 2, 3, 4, 3, 3, 3, 3, 4)
+        assert small.shared_kv_intermediate_size == 192
+        assert small.per_layer_input_size == 8
+        with pytest.raises(UnsupportedModelError, match="num_kv_shared_layers=8 leaves"):
+            self.model("gemma4-e2b-flat-head", num_kv_shared_layers=8)
+
+
+REFUSED = [
+    ("qwen3-0.6b-flat-head", "decoder_block", "deepseek"),
+    ("qwen3-0.6b-flat-head", "attention_sink", True),
+    ("qwen3-0.6b-flat-head", "attention_type", "mla"),
+    ("qwen3-0.6b-flat-head", "fused_qkv", True),
+    ("qwen3-0.6b-flat-head", "fused_mlp", True),
+    ("qwen3-0.6b-flat-head", "mlp_activations", ["gelu", "linear"]),
+    ("qwen3-0.6b-flat-head", "quantization", "int8"),
+    ("qwen3-0.6b-flat-head", "use_qwix_quantization", True),
+    ("qwen3-0.6b-flat-head", "weight_dtype", "float8_e4m3fn"),
+    ("qwen3-0.6b-flat-head", "use_multimodal", True),
+    ("qwen3-0.6b-flat-head", "using_pipeline_parallelism", True),
+    ("qwen3-0.6b-flat-head", "rope_type", "yarn"),
+    ("qwen3-0.6b-flat-head", "rope_type", "llama3.1"),
+    ("qwen3-0.6b-flat-head", "use_qk_norm", False),
+    ("qwen3-0.6b-flat-head", "mtp_num_layers", 1),
+    ("qwen2.5-1.5b-flat-head", "attention_bias", False),
+    ("qwen3-30b-a3b-flat-head", "prefuse_moe_weights", True),
+    ("qwen3-30b-a3b-flat-head", "routed_bias", True),
+    ("qwen3-30b-a3b-flat-head", "routed_score_func", "sigmoid"),
+    ("qwen3-30b-a3b-flat-head", "n_routing_groups", 4),
+    ("qwen3-30b-a3b-flat-head", "capacity_factor", 1.25),
+    ("gemma3-4b-flat-head", "normalization_layer_epsilon", 1e-5),
+    ("gemma3-4b-flat-head", "use_post_ffw_norm", False),
+    ("gemma3-4b-flat-head", "model_name", "gemma3-1b"),
+    ("gemma4-31b-flat-head", "v_norm_with_scale", True),
+    ("gemma4-e2b-flat-head", "vocab_size_per_layer_input", 52),
+]
+
+
+class TestRefused:
+    """What the engine cannot compute is named by MaxText's field."""
+
+    @pytest.mark.parametrize(("name", "field", "value"), REFUSED)
+    def test_field(self, name, field, value):
+        with pytest.raises(
+            UnsupportedModelError, match=f"^MaxText's {field}={re.escape(repr(value))}"
+        ):
+            to_model_config(config_of(name, **{field: value}), context_length=64)
+
+    def test_a_config_of_another_release(self):
+        config = config_of("qwen3-0.6b-flat-head")
+        del config.fused_qkv
+        with pytest.raises(UnsupportedModelError, match="has no field 'fused_qkv'"):
+            to_model_config(config, context_length=64)
+
+    def test_parameters_of_another_model(self):
+        source = parameters("qwen3-0.6b-flat-head")
+        del source["base.decoder.layers_1.mlp.wo.kernel"]
+        source["base.decoder.layers_1.mlp.wo.bias"] = np.zeros(64, np.float32)
+        with pytest.raises(WeightSyncError) as caught:
+            sync("qwen3-0.6b-flat-head", source)
+        assert "'base.decoder.layers_1.mlp.wo.bias' [64] is mapped by no rule" in str(caught.value)
+        assert "'model.layers.1.mlp.down_proj.weight' [96, 64] is missing" in str(caught.value)
+
+    def test_a_rollout_without_maxtexts_config(self):
+        with pytest.raises(InvalidConfigError, match="must be a MaxTextConfig, got dict"):
+            SglJaxMaxTextRollout(maxtext_config={}, rollout_actor=None, tokenizer=None)
+
+
+class TestActor:
+    """An adapter is an actor like Tunix's own models."""
+
+    CONFIG = config_of("qwen3-0.6b-scanned-tied", dtype="bfloat16")
+
+    def adapter(self, **methods: Any) -> Any:
+        return SimpleNamespace(config=None, base=SimpleNamespace(config=self.CONFIG), **methods)
+
+    def test_its_config_is_that_of_the_model_inside(self):
+        assert model_config.config_of(self.adapter()) is self.CONFIG
+        assert model_config.config_of(SimpleNamespace(config=3)) == 3
+        assert model_config.config_of(object()) is None
+
+    def test_its_model_and_dtype(self):
+        model = model_config.to_model_config(self.CONFIG, context_length=64)
+        assert model == to_model_config(self.CONFIG, context_length=64)
+        assert model_config.compute_dtype(self.CONFIG) == "bfloat16"
+        assert model_config.engine_dtype(self.CONFIG, "float32") == "bfloat16"
+
+    def test_a_checkpoints_config_gives_end_tokens_alone(self):
+        """The weights are mapped to what MaxText computes, whatever a config.json says."""
+        model = to_model_config(self.CONFIG, context_length=64)
+        given = dataclasses.replace(model, eos_token_ids=(7,), tie_word_embeddings=False)
+        assert model_config.as_trained(given, self.CONFIG) == dataclasses.replace(
+            model, eos_token_ids=(7,)
+        )
+
+    def test_its_own_mapping_for_vllm_is_not_taken(self):
+        def refused() -> Any:
+            raise ValueError("gemma4-31b vLLM weight mapping not found.")
+
+        adapter = self.adapter(to_hf_mappings=refused)
+        assert mappings.find_mapping(None, adapter) is None
+        mapper = mappings.WeightMapper(None, None, maxtext_config=self.CONFIG)  # type: ignore[arg-type]
+        assert mapper.rules_for({}) == to_rules(self.CONFIG)
+
+    def test_a_mapping_of_the_users_comes_first(self):
+        given = {"to_hf_mappings": {"a": "b"}, "lora_to_hf_mappings": {}}
+        mapping = mappings.find_mapping(given, self.adapter())
+        assert mapping is not None
+        mapper = mappings.WeightMapper(
+            mapping, to_model_config(self.CONFIG, 64), maxtext_config=self.CONFIG
+        )
+        assert [(rule.source, rule.target) for rule in mapper.rules_for({"a": 0})] == [("a", "b")]

@@ -1,0 +1,24 @@
+"""docs/maxtext_models.md: what the code says to every model of MaxText's, and what was measured."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from maxtext.checkpoint_conversion.utils.hf_model_configs import HF_MODEL_CONFIGS
+
+from tests.docs import doc_blocks
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+maker = doc_blocks.load_script("make_maxtext_table")
+
+
+def test_the_page_is_up_to_date():
+    text = maker.OUTPUT.read_text(encoding="utf-8")
+    assert text == maker.render(text), "run python docs/make_maxtext_table.py"
+
+
+def test_the_page_has_every_name_once():
+    rows = re.findall(r"^\| (.+) \| (?:yes, `\w+`|no: .+) \|$", maker.OUTPUT.read_text(), re.M)
+    names = [name.strip("`") for row in rows for name in row.split(", ")]
+    assert sorted(names) == sorted(HF_MODEL_CONFIGS)
