@@ -27,6 +27,10 @@ NO_ADAPTER = -1
 """Adapter slot of requests that use only the base model."""
 
 
+NO_STATE = -1
+"""Slot of the recurrent state of requests that have none."""
+
+
 class RequestStatus(enum.Enum):
     """State of a request."""
 
@@ -121,7 +125,8 @@ class Request:
     only for rows with penalties. `pages` is an array of C ints, which numpy copies into a page
     table without a loop. `routed` holds the experts of its first tokens, as far as they were read:
     [tokens, num_layers, k] of `MoEConfig.id_dtype`, never changed in place. `text` has its tokens
-    for drafters, with speculation. `draft_sources` says who drafted each output token: 0 for
+    for drafters, with speculation. `state_slot` is where its recurrent state is while it runs, for
+    models with one: after its first `num_computed` tokens. `draft_sources` says who drafted each output token: 0 for
     nobody, else 1 plus an index in `config.DRAFTERS`.
     """
 
@@ -150,6 +155,7 @@ class Request:
     extra_logprobs: list[TopLogprobs] = dataclasses.field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None
     pages: array[int] = dataclasses.field(default_factory=lambda: array("i"))
+    state_slot: int = NO_STATE
     seen: TokenCounts | None = None
     routed: np.ndarray | None = None
     text: RequestText | None = None

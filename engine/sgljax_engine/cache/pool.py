@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.radix import PrefixHandle, RadixCache
+from sgljax_engine.cache.states import StateSlots
 from sgljax_engine.cache.window import WindowPages
 from sgljax_engine.errors import EngineError
 from sgljax_engine.types import NO_ADAPTER, PageCopy, PageStamp, Request
@@ -25,6 +26,7 @@ class PagePool:
         page_size: Tokens in a page.
         is_sharing: Whether there is a prefix cache.
         windows: The window pages of models with sliding layers; None where all layers share pages.
+        states: The slots of recurrent states; None for models without.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class PagePool:
         *,
         is_sharing: bool = True,
         windows: WindowPages | None = None,
+        states: StateSlots | None = None,
     ) -> None:
         """Starts with every page free.
 
@@ -42,10 +45,12 @@ class PagePool:
             page_size: Tokens in a page.
             is_sharing: False keeps the prefix cache empty.
             windows: The window pages, told by the allocator of freed pages; None without.
+            states: The slots of recurrent states; None without.
         """
         self.page_size = page_size
         self.is_sharing = is_sharing
         self.windows = windows
+        self.states = states
         self._allocator = allocator
         self._num_resets = 0
         self._forget_all()
@@ -64,6 +69,8 @@ class PagePool:
         self._allocator.start_over()
         if self.windows is not None:
             self.windows.start_over()
+        if self.states is not None:
+            self.states.start_over()
         self._forget_all()
 
     @property
@@ -80,6 +87,11 @@ class PagePool:
     def num_cached(self) -> int:
         """Pages that the prefix cache owns, in use or not."""
         return self._cache.num_cached
+
+    @property
+    def has_free_state(self) -> bool:
+        """Whether a request could get a slot for its recurrent state, if it needs one."""
+        return self.states is None or self.states.num_free > 0
 
     @property
     def used_pages(self) -> list[int]:
@@ -142,6 +154,8 @@ class PagePool:
             request.num_cached = request.num_computed
         if self.windows is not None:
             self._start_window(request, handle)
+        if self.states is not None:
+            self.states.start(request)
         if handle.tail is None:
             self._handles[request.rid] = handle
             return []
@@ -198,6 +212,8 @@ class PagePool:
         if self.windows is not None:
             first, end = self._spans.pop(request.rid)
             self.windows.let_go(request.pages[first:end], keep=True)
+        if self.states is not None:
+            self.states.release(request)
         if self.is_sharing and self._cache.is_current(handle):
             first, num_full = handle.num_pages, request.num_computed // size
             handle = self._cache.extend(
@@ -312,6 +328,8 @@ class PagePool:
             spans = [r.pages[slice(*self._spans[r.rid])] for r in running]
             tails = [[handle.tail.page] for handle in self._copied if handle.tail is not None]
             self.windows.check_integrity([*spans, *tails])
+        if self.states is not None:
+            self.states.check_integrity(running)
         if {r.rid for r in running} != set(self._handles):
             raise EngineError("the pool has other requests than the running batch")
         own: list[int] = []

@@ -33,7 +33,7 @@ from sgljax_engine.weights.specs import TargetSpec
 TENSOR_AXES = ("tp", "tp_copies", "tp_more_copies")
 """The tensor axis, and the further parts of a split one."""
 
-_NORMS = (ParamKind.NORM, ParamKind.OFFSET_NORM)
+_FLOAT32 = (ParamKind.NORM, ParamKind.OFFSET_NORM, ParamKind.RECURRENT)
 """Kinds of parameters that are always float32.
 
 Trainers also compute norms in float32, with weights that may be float32. Rounding these to bfloat16
@@ -159,7 +159,7 @@ class Placement(NamedTuple):
             if form.is_packed:  # by one device
                 axes = []
             sharding = NamedSharding(self.mesh, PartitionSpec(*axes))
-            dtype = jnp.dtype(jnp.float32) if spec.kind in _NORMS else self.dtype
+            dtype = jnp.dtype(jnp.float32) if spec.kind in _FLOAT32 else self.dtype
             targets[name] = TargetSpec(spec.shape, dtype, form, sharding, spec.alias)
             if self.quantization is not None and is_quantized(name, spec):
                 targets |= self._quantized(name, targets[name], spec)

@@ -122,6 +122,11 @@ def _split_tensor_axis(model: ModelConfig, tp_size: int) -> list[tuple[str, int]
 def check_divides(model: ModelConfig, tp_size: int) -> None:
     """Raises InvalidConfigError unless a model can be sharded over so many devices."""
     moe = model.moe
+    if model.linear_attention is not None and tp_size > 1:
+        raise InvalidConfigError(
+            f"the tensor axis must have size 1 for a model with recurrent states "
+            f"({model.architecture}), got {tp_size}"
+        )
     for name in (
         "num_heads",
         "vocab_size",

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from sgljax_engine.cache.contiguous_kv import ContiguousShapes
-from sgljax_engine.cache.kv_pages import MakeZeros, zeros
+from sgljax_engine.cache.zeros import MakeZeros, zeros
 from sgljax_engine.errors import EngineError, EngineStepError, forget_locals
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.placement.shardings import Placement
@@ -79,6 +79,7 @@ class ModelRunner:
         weights: Mapping[str, Any],
         num_pages: int,
         num_window_pages: int = 0,
+        num_state_slots: int = 0,
         shapes: BatchShapes,
         costs: CostTable | None = None,
         contiguous_shapes: Sequence[ContiguousShapes] | None,
@@ -95,6 +96,7 @@ class ModelRunner:
                 programs are only compiled.
             num_pages: KV pages in the pool.
             num_window_pages: Window pages, the null page included, see `cache.window`; 0 without.
+            num_state_slots: Slots of recurrent states; 0 without.
             shapes: Sizes of the batches.
             costs: Of steps with drafts; None without speculation.
             contiguous_shapes: Shapes of the rows that decode attention reads; None if it reads
@@ -118,6 +120,7 @@ class ModelRunner:
             placement=placement,
             num_pages=num_pages,
             num_window_pages=num_window_pages,
+            num_state_slots=num_state_slots,
             contiguous_shapes=contiguous_shapes,
             make_zeros=make_zeros,
         )
@@ -128,6 +131,7 @@ class ModelRunner:
             max_len=self.max_len,
             vocab_size=static.context.config.vocab_size,
             has_adapters=self.has_adapters,
+            shares=not self.has_states,
         )
         self.routed_reader = RoutedReader.make(self.run, static, num_pages)
 
@@ -164,6 +168,11 @@ class ModelRunner:
     def has_windows(self) -> bool:
         """Whether sliding layers have window pages, so that batches say which."""
         return self._static.has_windows
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the model has recurrent states, so that batches say which slots."""
+        return self.model_config.linear_attention is not None
 
     @property
     def has_adapters(self) -> bool:
@@ -244,6 +253,7 @@ class ModelRunner:
             page_size=self._static.page_size,
             table_width=self.shapes.table_width,
             has_adapters=self.has_adapters,
+            has_states=self.has_states,
             windows=windows,
         )
         for batch in batches:
@@ -268,6 +278,7 @@ class ModelRunner:
             buckets=self.shapes.batch_buckets,
             table_width=self.shapes.table_width,
             has_adapters=self.has_adapters,
+            has_states=self.has_states,
             windows=output.window_pages,
         )
         self.kv_memory.contiguous_slots.changed(output.started)

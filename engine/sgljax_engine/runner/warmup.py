@@ -63,6 +63,8 @@ class Warmup:
                     runner.costs.put(size, measure_costs(runner, size))
             windows = no_windows(kv_memory.num_pages) if self._runner.has_windows else None
             kv_memory.load_pages(kv_memory.save_pages([0], windows), [0], windows)
+            if runner.has_states:
+                kv_memory.load_states(kv_memory.save_states([0]))
         except BaseException:
             programs.is_sealed = was_sealed
             raise
@@ -110,6 +112,7 @@ def warm_calls(
             block=shapes.token_block,
             table_width=shapes.table_width,
             has_adapters=runner.has_adapters,
+            has_states=runner.has_states,
             has_windows=runner.has_windows,
         )
         yield ProgramCall("prefill", (batch,))

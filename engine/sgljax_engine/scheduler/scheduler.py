@@ -30,6 +30,7 @@ from sgljax_engine.scheduler.speculator import Speculator
 from sgljax_engine.scheduler.waiting import WaitingQueue
 from sgljax_engine.speculation.plan import TOKENS_PER_STEP
 from sgljax_engine.types import (
+    NO_STATE,
     FinishReason,
     PageCopy,
     PrefillChunk,
@@ -382,7 +383,7 @@ class Scheduler:
                 has_room = max(now, expected) + reserved <= available
             needs_prefill = prefix.num_tokens(self._pool.page_size) < request.kv_len
             window_room -= self._pool.window_need(request)
-            has_room &= window_room >= 0
+            has_room &= window_room >= 0 and self._pool.has_free_state
             # Alone in the batch a request always starts: the engine refused it unless it fits.
             if (needs_prefill and plan.budget <= 0) or (self.running and not has_room):
                 self._pool.touch_prefix(request, prefix)
@@ -429,6 +430,7 @@ def _arrival(request: Request) -> int:
 def _take_pages(request: Request) -> None:
     """Clears a request's pages, which the pool has forgotten."""
     request.pages, request.num_computed, request.routed = array("i"), 0, None
+    request.state_slot = NO_STATE
 
 
 def _begins_stream(decode: Iterable[Request]) -> bool:
