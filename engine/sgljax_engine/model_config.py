@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from sgljax_engine.checks import check_count, check_positive, require
 
-
 _MAX_CONV = 16
 """Tokens of a block of prefill, which holds what the next block's convolution sees."""
 

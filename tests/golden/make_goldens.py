@@ -453,7 +453,9 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     transformers.utils.logging.disable_progress_bar()
-    specs = [spec for spec in (*SPECS, *HYBRID_SPECS) if spec.folder_name.startswith(args.only or "")]
+    specs = [
+        spec for spec in (*SPECS, *HYBRID_SPECS) if spec.folder_name.startswith(args.only or "")
+    ]
     sizes = {spec.folder_name: write_config(spec, args.out) for spec in specs}
     logger.info("bytes: %s", sizes)
     if sum(sizes.values()) > MAX_TOTAL_BYTES:

@@ -76,9 +76,7 @@ def convolve(window: jax.Array, weight_CW: jax.Array) -> jax.Array:
     return jax.nn.silu(sum(terms[1:], terms[0]))
 
 
-def split_heads(
-    convolved: jax.Array, num_key_heads: int, key_dim: int, value_dim: int
-) -> Heads:
+def split_heads(convolved: jax.Array, num_key_heads: int, key_dim: int, value_dim: int) -> Heads:
     """Takes [..., T, C] apart; normalises queries and keys, and scales queries."""
     keys = num_key_heads * key_dim
     q, k, v = jnp.split(convolved, (keys, 2 * keys), axis=-1)

@@ -17,12 +17,10 @@ from sgljax_engine.model_config import LinearAttentionConfig
 from sgljax_engine.models.spec import ModelContext, ParamKind, ParamSpec
 
 PREFIX = "linear_attn."
-"""Of the parameters' names within a layer."""
+"""What the parameters' names within a layer begin with."""
 
 
-def net_specs(
-    prefix: str, hidden_size: int, net: LinearAttentionConfig
-) -> dict[str, ParamSpec]:
+def net_specs(prefix: str, hidden_size: int, net: LinearAttentionConfig) -> dict[str, ParamSpec]:
     """The parameters of a layer's net.
 
     Args:

@@ -119,7 +119,7 @@ def sliding_layers(hf: HfConfig, pattern: int) -> tuple[bool, ...]:
 
 
 def linear_layers(hf: HfConfig, pattern: int) -> tuple[bool, ...]:
-    """Whether each layer has linear attention; arguments and errors are those of `sliding_layers`."""
+    """Whether each layer has linear attention; arguments and errors are as of `sliding_layers`."""
     return _layers_of_kind(hf, LINEAR, pattern)
 
 

@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5, dense and with experts: of most layers three in four are gated delta nets.
+"""Qwen3-Next and Qwen3.5, dense and with experts: three layers in four are gated delta nets.
 
 Qwen3's decoder with gated delta nets (Yang et al., 2024, arXiv 2412.06464) in the place of most
 attention. What attention is left has a gate on its output and turns a part of each head. Norm
@@ -24,7 +24,7 @@ _NETS = {
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
 }
-"""Settings of the nets that a config may leave out, as all three classes of transformers have them."""
+"""Settings of the nets that a config may leave out; of all three classes of transformers."""
 
 _DEFAULTS: dict[str, Any] = {
     **_NETS,
@@ -120,9 +120,7 @@ def _config(config: hf.HfConfig, *, is_grouped: bool, moe: MoEConfig | None = No
         conv_size=config["linear_conv_kernel_dim"],
         is_grouped=is_grouped,
     )
-    return hf.dense_config(
-        plain, rope=rope, tied_by_default=False, moe=moe, linear_attention=nets
-    )
+    return hf.dense_config(plain, rope=rope, tied_by_default=False, moe=moe, linear_attention=nets)
 
 
 def _rope(config: hf.HfConfig) -> RopeConfig:

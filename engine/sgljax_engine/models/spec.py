@@ -69,9 +69,7 @@ class ProjectionAttend(NamedTuple):
         return self.attend(q, new, layer, options)
 
 
-Recur = Callable[
-    [NetInputs, jax.Array, LayerCache | None], tuple[jax.Array, LayerCache]
-]
+Recur = Callable[[NetInputs, jax.Array, LayerCache | None], tuple[jax.Array, LayerCache]]
 """`recur(inputs, conv_weight[C, W], layer_state) -> (out[T, V, d] float32, layer_state)`.
 
 The counterpart of `Attend` for gated delta nets: the caller decides where states live. The shape

@@ -77,9 +77,7 @@ def write_pages(
     return KVPages(layers, routed, kv.states)
 
 
-def read_states(
-    kv: KVPages, slots: jax.Array, *, static: ProgramContext
-) -> tuple[LayerState, ...]:
+def read_states(kv: KVPages, slots: jax.Array, *, static: ProgramContext) -> tuple[LayerState, ...]:
     """The recurrent states in some slots [N], of which those beyond the pool give something.
 
     `kv` is not donated.

@@ -70,9 +70,7 @@ def _recur_blocks(
     layer: LayerState,
 ) -> tuple[jax.Array, LayerState]:
     count = blocks.lens.shape[0]
-    qkv, decay, rate = (
-        x.reshape(count, -1, x.shape[-1]).astype(jnp.float32) for x in inputs
-    )
+    qkv, decay, rate = (x.reshape(count, -1, x.shape[-1]).astype(jnp.float32) for x in inputs)
     size = qkv.shape[1]
     is_token = (jnp.arange(size, dtype=jnp.int32)[None] < blocks.lens[:, None])[..., None]
     window, conv = _windows(net, blocks, qkv, layer.conv)
