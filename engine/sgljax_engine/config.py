@@ -76,9 +76,9 @@ class CacheConfig:
         enable_return_routed_experts: Return the experts that each token went through, see
             `RequestOutput.routed_experts`. They are kept beside the keys of each token. For models
             with experts.
-        num_state_slots: Recurrent states that the pool holds, one for each running request, for
-            models that have some. None takes `max_running_requests`, or what fits half of
-            `mem_fraction_static`.
+        num_state_slots: Recurrent states that the pool holds, for models that have some: one for
+            each running request, the others for cached prefixes. None takes twice
+            `max_running_requests`, or what fits half of `mem_fraction_static`.
     """
 
     page_size: int = 16

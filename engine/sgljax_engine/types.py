@@ -230,13 +230,15 @@ class PrefillChunk:
     """Tokens [start, start + num_tokens) of a request, to be prefilled into `pages`.
 
     These are the pages that the request had when the chunk was planned; it may decode into a copy
-    of the last page.
+    of the last page. Keys of the first `num_shared` tokens of the request are in shared pages
+    already, where nobody writes: tokens before that are computed for their recurrent state alone.
     """
 
     request: Request
     start: int
     num_tokens: int
     pages: tuple[int, ...]
+    num_shared: int = 0
 
 
 class PageCopy(NamedTuple):
@@ -244,6 +246,27 @@ class PageCopy(NamedTuple):
 
     source: int
     target: int
+
+
+class StateCopy(NamedTuple):
+    """A slot's recurrent state, to be copied into another slot."""
+
+    source: int
+    target: int
+
+
+class StateCopies(NamedTuple):
+    """Copies of a dispatch: before its prefill, and between prefill and decode.
+
+    No slot is a source and a target of copies at one time.
+    """
+
+    early: list[StateCopy]
+    late: list[StateCopy]
+
+    def of(self, *, is_late: bool) -> list[StateCopy]:
+        """The copies of one time."""
+        return self.late if is_late else self.early
 
 
 class PageStamp(NamedTuple):
@@ -260,7 +283,7 @@ class SchedulerOutput:
 
     Attributes:
         prefill: Chunks that fit the token budget; each request at most once.
-        copies: Pages to copy; all sources are read before any target is written.
+        copies: Pages to copy behind the prefill; all sources are read before any target is written.
         decode: Requests to decode; their prefill is complete or completes in `prefill`.
         step_limits: For each decode row, the tokens that its pages and max_new_tokens allow.
         num_steps: Decode steps in this dispatch.
@@ -272,6 +295,8 @@ class SchedulerOutput:
             smaller program.
         window_pages: int32, the window page of each page or -1, see `cache.window`; changes after
             the dispatch. None without such pages.
+        early_copies: Pages to copy before the prefill, as `copies`.
+        states: Recurrent states to copy; None for models without.
         drafts: Draft sources of each decode row; then each of the `num_steps` forward passes may
             give several tokens. None decodes token by token.
     """
@@ -287,6 +312,8 @@ class SchedulerOutput:
     max_finished: int | None = None
     window_pages: np.ndarray | None = None
     drafts: Sequence[RowDrafts] | None = None
+    early_copies: Sequence[PageCopy] = ()
+    states: StateCopies | None = None
 
     @property
     def touched(self) -> list[Request]:

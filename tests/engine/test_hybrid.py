@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 from sgljax_engine import Engine, InvalidConfigError, SamplingParams, load_model_config
 from sgljax_engine.cache.layer_states import state_bytes
+from sgljax_engine.config import DRAFTERS
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.placement.submeshes import check_divides
 from tests.engine.exactness_checks import golden_prompts
@@ -117,6 +118,22 @@ class TestAnswers:
             check(golden, engine.generate_requests(golden_prompts(golden), PARAMS))
             assert engine.get_internal_state().counters.num_retractions > 0
             assert_idle(engine)
+
+    @pytest.mark.parametrize("drafter", DRAFTERS)
+    def test_drafts(self, folder, golden, drafter):
+        """Right and wrong ones; wrong ones leave no trace in the states."""
+        prompts, options = golden_prompts(golden), {"speculation": "always"}
+        with make_engine(folder, **options, speculative_drafters=(drafter,)) as engine, running():
+            for _ in range(2):
+                check(golden, engine.generate_requests(prompts, PARAMS))
+            params = dataclasses.replace(PARAMS, n=4)
+            outputs = engine.generate_requests(prompts[-1:], params)
+            counters = engine.get_internal_state().counters
+        last = int(golden["num_prompts"]) - 1
+        assert [each.output_ids for each in outputs] == [golden[f"greedy_{last}"].tolist()] * 4
+        assert counters.num_draft_tokens > 0
+        if drafter == "history":
+            assert counters.num_accepted_tokens > 0
 
     @pytest.mark.parametrize("mode", ["retract", "in_place"])
     def test_paused(self, engine, golden, mode):
@@ -227,7 +244,6 @@ class TestSlots:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("speculation", "auto"),
         ("quantization", "int8"),
         ("enable_deterministic_sampling", True),
         ("max_loras", 1),

@@ -219,7 +219,6 @@ def check_states(model: ModelConfig, config: EngineConfig) -> None:
     if model.linear_attention is None:
         return
     refused = {
-        "speculation": (config.speculation.speculation, "off"),
         "quantization": (config.runtime.quantization, None),
         "enable_deterministic_sampling": (
             config.runtime.enable_deterministic_sampling or None,
@@ -254,13 +253,14 @@ def _build_core(
     if parts.memory.windows is not None:
         windows = WindowPages(parts.num_pages, parts.memory.windows, page_size)
     num_slots = parts.memory.report.state_slots
+    states = StateSlots(num_slots) if num_slots else None
+    beside = windows or states
     pool = PagePool(
-        PageAllocator(parts.num_pages, None if windows is None else windows.forget),
+        PageAllocator(parts.num_pages, None if beside is None else beside.forget),
         page_size,
-        # A prefix is of no use without the state behind it.
-        is_sharing=not config.cache.disable_radix_cache and not num_slots,
+        is_sharing=not config.cache.disable_radix_cache,
         windows=windows,
-        states=StateSlots(num_slots) if num_slots else None,
+        states=states,
     )
     scheduler = Scheduler(
         config.scheduler,

@@ -168,13 +168,48 @@ def chunk_step(state: jax.Array, terms: ChunkTerms) -> tuple[jax.Array, jax.Arra
 
     Shape: state: [V, h, d] -> [V, h, d] and [T, V, d]; terms without leading axes.
     """
+    out, change = chunk_outputs(state, terms)
+    first = state.reshape(*terms.u.shape[:2], *state.shape[1:])
+    new = terms.keep[..., None, None] * first + _dot(terms.k.swapaxes(-1, -2), change)
+    return new.reshape(state.shape), out
+
+
+def chunk_outputs(state: jax.Array, terms: ChunkTerms) -> tuple[jax.Array, jax.Array]:
+    """The output of a chunk, and each token's change of the state, which later ones do not touch.
+
+    Shape: state: [V, h, d] -> [T, V, d] and [K, R, T, d]; terms without leading axes.
+    """
     groups, ratio, size, _ = terms.u.shape
     first = state.reshape(groups, ratio, *state.shape[1:])
     change = terms.u - _dot(terms.w, first)
     out = _dot(terms.q, first) + _dot(terms.scores, change)
-    new = terms.keep[..., None, None] * first + _dot(terms.k.swapaxes(-1, -2), change)
-    out = jnp.moveaxis(out, -2, 0).reshape(size, groups * ratio, -1)
-    return new.reshape(state.shape), out
+    return jnp.moveaxis(out, -2, 0).reshape(size, groups * ratio, -1), change
+
+
+def take_in(
+    state: jax.Array, k: jax.Array, change: jax.Array, decay: jax.Array, count: jax.Array
+) -> jax.Array:
+    """The state after the first tokens of a chunk.
+
+    Args:
+        state: [V, h, d], at the chunk's beginning.
+        k: [T, K, h], of `Heads`.
+        change: [K, R, T, d], of `chunk_outputs`.
+        decay: [T, V].
+        count: Scalar int32, number of tokens to take in.
+
+    Returns:
+        [V, h, d].
+    """
+    groups, ratio, size, _ = change.shape
+    decay = jnp.where(jnp.arange(size, dtype=jnp.int32)[:, None] < count, decay, 0.0)
+    behind = jnp.cumsum(decay[::-1], axis=0)[::-1]  # what follows a token, itself included
+    after = jnp.concatenate([behind[1:], jnp.zeros_like(behind[:1])])
+    weight = jnp.where(jnp.arange(size, dtype=jnp.int32)[:, None] < count, jnp.exp(after), 0.0)
+    weight = jnp.moveaxis(weight.reshape(size, groups, ratio), 0, -1)
+    keys = jnp.moveaxis(k, 0, -1)[:, None]
+    added = _dot(keys * weight[:, :, None], change).reshape(state.shape)
+    return jnp.exp(behind[0])[:, None, None] * state + added
 
 
 def _dot(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from sgljax_engine.attention.base import AttentionOptions, Projections
 from sgljax_engine.cache.contiguous_kv import DecodeCache
 from sgljax_engine.cache.kv_pages import LayerKV
-from sgljax_engine.cache.layer_states import LayerState
+from sgljax_engine.cache.layer_states import LayerState, VerifyState
 from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.delta_net import NetInputs
 from sgljax_engine.layers.kernels import Kernels, Options, Weight, XlaKernels
@@ -25,7 +25,7 @@ Params = Mapping[str, jax.Array]
 NewKV = tuple[jax.Array, jax.Array]
 """Keys and values of the tokens of a pass, each [T, K, H]."""
 
-LayerCache = LayerKV | DecodeCache | LayerState
+LayerCache = LayerKV | DecodeCache | LayerState | VerifyState
 """One layer's cache. Models only pass it on."""
 
 Attend = Callable[

@@ -33,6 +33,7 @@ _SUMS_OF_STATES = (
     "total_kv_tokens",
     "held_window_tokens",
     "free_state_slots",
+    "kept_states",
     "forward_ct_decode",
     "num_compiles",
     "compile_s",

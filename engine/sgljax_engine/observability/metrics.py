@@ -127,8 +127,8 @@ class MemoryReport:
         saved_window_bytes: Additional bytes for as many tokens without window pages.
         state_bytes: Bytes of recurrent states: of their slots, and of the rows of a decode
             dispatch, which works on copies.
-        state_slots: Slots of recurrent states; 0 for models without. A model that has some has no
-            prefix cache.
+        state_slots: Slots of recurrent states, of running requests and of cached prefixes; 0 for
+            models without.
         rule: The rule that set `kv_tokens`: "num_kv_tokens", "mem_fraction_static", or
             "max_running_requests x max_model_len" if that fits.
         free_bytes: Free memory after the weights were loaded, on all devices, or on the host for
@@ -181,6 +181,8 @@ class EngineState:
         held_window_tokens: Tokens of the window pages that running requests need; 0 without window
             pages.
         free_state_slots: Slots of recurrent states that requests could get; 0 for models without.
+        kept_states: Recurrent states that the prefix cache keeps; requests could get most of their
+            slots.
         is_kv_allocated: Whether the pages are allocated; False between `release_kv_cache` and the
             next dispatch, and while they sleep.
         weight_version: Version of the serving weights: 0 at first, incremented by every update.
@@ -211,6 +213,7 @@ class EngineState:
     total_kv_tokens: int
     held_window_tokens: int
     free_state_slots: int
+    kept_states: int
     is_kv_allocated: bool
     weight_version: int
     adapters: tuple[str, ...]

@@ -23,7 +23,7 @@ from sgljax_engine.runner.batches.batch import (
     rows_above_smaller_bucket,
 )
 from sgljax_engine.runner.batches.drafts import build_draft_batch
-from sgljax_engine.runner.batches.page_ids import build_copies
+from sgljax_engine.runner.batches.page_ids import build_copies, build_state_copies
 from sgljax_engine.runner.batches.sampling import (
     build_logprob_batch,
     build_sampling_batch,
@@ -47,7 +47,14 @@ from sgljax_engine.runner.results import PendingDecode, PendingStep
 from sgljax_engine.runner.scorer import Scorer
 from sgljax_engine.speculation.costs import CostTable
 from sgljax_engine.speculation.plan import RowDrafts
-from sgljax_engine.types import PageCopy, PrefillChunk, PromptLogprobs, Request, SchedulerOutput
+from sgljax_engine.types import (
+    PageCopy,
+    PrefillChunk,
+    PromptLogprobs,
+    Request,
+    SchedulerOutput,
+    StateCopy,
+)
 from sgljax_engine.weights.adapters import AdapterSlots, empty_slots
 from sgljax_engine.weights.checks import checksums, differing
 from sgljax_engine.weights.plan import WeightPlanner
@@ -201,10 +208,16 @@ class ModelRunner:
             meanwhile()
             failures = self._score_prompts(to_score)
         scored_s = time.perf_counter()
+        if plan.early_copies:
+            self.copy_pages(plan.early_copies, plan.window_pages)
+        if plan.states is not None:
+            self.copy_states(plan.states.early)
         if plan.prefill:
             self.prefill(plan.prefill, plan.window_pages)
         if plan.copies:
             self.copy_pages(plan.copies, plan.window_pages)
+        if plan.states is not None:
+            self.copy_states(plan.states.late)
         if is_timed and plan.decode:
             self.kv_memory.check()
         prefilled_s = time.perf_counter()
@@ -267,6 +280,12 @@ class ModelRunner:
         max_copies, num_pages = self.shapes.batch_buckets[-1], self.kv_memory.num_pages
         args = build_copies(copies, max_copies=max_copies, num_pages=num_pages, windows=windows)
         self.run(ProgramCall("copy_pages", args))
+
+    def copy_states(self, copies: Sequence[StateCopy]) -> None:
+        """Dispatches copies of recurrent states; does not wait. No slot is source and target."""
+        size = self.shapes.batch_buckets[-1]
+        for start in range(0, len(copies), size):
+            self.run(ProgramCall("copy_states", build_state_copies(copies[start:], size)))
 
     def decode(self, output: SchedulerOutput) -> PendingDecode:
         """Dispatches the decode rows; does not wait for the device."""

@@ -10,7 +10,11 @@ import numpy as np
 from sgljax_engine.errors import CompileForbiddenError
 from sgljax_engine.observability.progress import ProgressListener, reporting
 from sgljax_engine.runner.batches.batch import empty_prefill_batch
-from sgljax_engine.runner.batches.page_ids import build_copies, no_windows
+from sgljax_engine.runner.batches.page_ids import (
+    build_copies,
+    build_state_copies,
+    no_windows,
+)
 from sgljax_engine.runner.batches.sampling import empty_table, table_buckets
 from sgljax_engine.runner.compile.compiled import ProgramCall
 from sgljax_engine.runner.runner import ModelRunner
@@ -121,6 +125,8 @@ def warm_calls(
     max_copies, num_pages = shapes.batch_buckets[-1], runner.kv_memory.num_pages
     copies = build_copies([], max_copies=max_copies, num_pages=num_pages, windows=windows)
     yield ProgramCall("copy_pages", copies)
+    if runner.has_states:
+        yield ProgramCall("copy_states", build_state_copies([], max_copies))
     if runner.routed_reader is not None:
         yield runner.routed_reader.warm_call()
 

@@ -246,7 +246,8 @@ def _pack(
         at = np.arange(chunk.start, end, dtype=np.int32)
         positions[where] = at
         pages = np.asarray(chunk.pages, np.int32)
-        slot_mapping[where] = pages[at // page_size] * page_size + at % page_size
+        slots = pages[at // page_size] * page_size + at % page_size
+        slot_mapping[where] = np.where(at < chunk.num_shared, NO_SLOT, slots)
         page_table[row : row + count, : len(pages)] = pages
         ends = chunk.start + block * np.arange(1, count + 1)
         seq_lens[row : row + count] = np.minimum(ends, end)

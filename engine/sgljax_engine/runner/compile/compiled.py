@@ -84,6 +84,7 @@ _PROGRAMS = {
     "verify": _Program(verify.verify, ("weights", "kv"), ("kv", "result")),
     "read_pages": _Program(pages.read_pages, ("kv",), ("moved",)),
     "write_pages": _Program(pages.write_pages, ("kv", "moved"), ("kv",)),
+    "copy_states": _Program(pages.copy_states, ("kv",), ("kv",)),
     "read_states": _Program(pages.read_states, ("kv",), ("result",)),
     "write_states": _Program(pages.write_states, ("kv",), ("kv",)),
     "read_routed": _Program(pages.read_routed, ("kv",), ("result",)),

@@ -153,8 +153,7 @@ def plan_memory(
     )
     if states.num_slots:
         logger.info(
-            "recurrent states take %d bytes for %d requests; there is no prefix cache, since a "
-            "prefix is of no use without the state behind it",
+            "recurrent states take %d bytes, for %d requests and cached prefixes",
             states.num_bytes,
             states.num_slots,
         )

@@ -26,8 +26,9 @@ class StatePool(NamedTuple):
 def plan_states(model: ModelConfig, config: EngineConfig, free_bytes: int | None) -> StatePool:
     """Chooses the number of slots.
 
-    One for each of `max_running_requests`, unless the configuration says otherwise. If memory is
-    limited they take at most half of what `mem_fraction_static` leaves to states and pages.
+    One for each of `max_running_requests`, and as many for cached prefixes, unless the
+    configuration says otherwise. If memory is limited they take at most half of what
+    `mem_fraction_static` leaves to states and pages.
 
     Args:
         model: The engine's model.
@@ -45,8 +46,9 @@ def plan_states(model: ModelConfig, config: EngineConfig, free_bytes: int | None
                 f"({model.architecture}), got {cache.num_state_slots}"
             )
         return StatePool(0, 0)
-    wanted = config.scheduler.max_running_requests
-    most_rows = (config.runtime.batch_buckets or (wanted,))[-1]
+    most_running = config.scheduler.max_running_requests
+    wanted = most_running if cache.disable_radix_cache else 2 * most_running
+    most_rows = (config.runtime.batch_buckets or (most_running,))[-1]
 
     def pool(num_slots: int) -> StatePool:
         return StatePool(num_slots, (num_slots + most_rows) * per_slot)

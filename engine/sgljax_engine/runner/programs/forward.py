@@ -112,7 +112,7 @@ def _prefill_pass(
         static.context.tile_widths,
         num_blocks * num_queries,
         num_used,
-        batch.slot_mapping != NO_SLOT if static.context.has_experts else None,
+        _is_used(batch, tables, static) if static.context.has_experts else None,
     )
     adapters = None if batch.adapters is None else jnp.repeat(batch.adapters, num_queries)
     net = static.context.config.linear_attention
@@ -130,6 +130,15 @@ def _prefill_pass(
     assert out.kv is not None
     layers, _, states = _split_caches(out.kv)
     return KVPages(layers, with_routed(kv.routed, out, pages.slots), states)
+
+
+def _is_used(batch: ForwardBatch, tables: BlockTables, static: ProgramContext) -> jax.Array:
+    """[T] bool, whether a token is one of a request."""
+    if static.context.config.linear_attention is None:
+        return batch.slot_mapping != NO_SLOT
+    # A token may be there for its state alone.
+    number = jnp.arange(tables.positions.shape[1], dtype=jnp.int32)
+    return (tables.positions[:, :1] + number < tables.kv_lens[:, None]).reshape(-1)
 
 
 def with_routed(routed: jax.Array | None, out: Forward, slots: jax.Array) -> jax.Array | None:

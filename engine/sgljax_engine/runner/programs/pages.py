@@ -77,6 +77,32 @@ def write_pages(
     return KVPages(layers, routed, kv.states)
 
 
+def copy_states(
+    kv: KVPages,
+    sources: jax.Array,
+    targets: jax.Array,
+    count: jax.Array,
+    *,
+    static: ProgramContext,
+) -> KVPages:
+    """Copies the first `count` recurrent states from slots `sources` to slots `targets`.
+
+    No slot may be both. `kv` is donated.
+
+    Shape: sources, targets: [G] int32; count: int32
+    """
+    del static
+
+    def copy(index: jax.Array, states: tuple[LayerState, ...]) -> tuple[LayerState, ...]:
+        def one(x: jax.Array) -> jax.Array:
+            found = lax.dynamic_index_in_dim(x, sources[index], keepdims=True)
+            return lax.dynamic_update_slice_in_dim(x, found, targets[index], axis=0)
+
+        return jax.tree.map(one, states)
+
+    return kv._replace(states=lax.fori_loop(0, count, copy, kv.states))
+
+
 def read_states(kv: KVPages, slots: jax.Array, *, static: ProgramContext) -> tuple[LayerState, ...]:
     """The recurrent states in some slots [N], of which those beyond the pool give something.
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgljax_engine.attention.base import BlockTables
-from sgljax_engine.cache.layer_states import LayerState, state_shapes
+from sgljax_engine.cache.layer_states import LayerState, VerifyState, state_shapes
 from sgljax_engine.layers import delta_net
 from sgljax_engine.layers.delta_net import NetInputs
 from sgljax_engine.model_config import LinearAttentionConfig
@@ -137,3 +137,50 @@ def row_recur(net: LinearAttentionConfig, active: jax.Array) -> Recur:
         return out, LayerState(kept(window[:, 1:], layer.conv), kept(matrix, layer.matrix))
 
     return recur
+
+
+def verify_recur(
+    net: LinearAttentionConfig, places: jax.Array, lens: jax.Array, back: jax.Array
+) -> Recur:
+    """A `recur` of a few tokens a row, of which `accept` takes in the first ones later.
+
+    Args:
+        net: Sizes of the layers.
+        places: [B, W] int32, index among the pass's tokens of each row's.
+        lens: [B] int32, tokens of each row; the rest of `places` is anything.
+        back: [T] int32, for each of the pass's tokens its index in `places`, flat.
+    """
+
+    def recur(
+        inputs: NetInputs, weight: jax.Array, layer: LayerCache | None
+    ) -> tuple[jax.Array, LayerCache]:
+        assert isinstance(layer, VerifyState)
+        qkv, decay, rate = (x[places].astype(jnp.float32) for x in inputs)
+        window = jnp.concatenate([layer.state.conv, qkv], axis=1)
+        heads = delta_net.split_heads(delta_net.convolve(window, weight), *net.head_sizes)
+        is_token = (jnp.arange(places.shape[1], dtype=jnp.int32)[None] < lens[:, None])[..., None]
+        decay, rate = (jnp.where(is_token, x, 0.0) for x in (decay, rate))
+        terms = delta_net.chunk_terms(heads, decay, rate)
+        out, change = jax.vmap(delta_net.chunk_outputs)(layer.state.matrix, terms)
+        size = places.shape[1]
+        new = VerifyState(
+            layer.state,
+            layer.window.at[:, : window.shape[1]].set(window),
+            layer.decay.at[:, :size].set(decay),
+            layer.k.at[:, :size].set(heads.k),
+            layer.change.at[:, :, :, :size].set(change),
+        )
+        return out.reshape(-1, *out.shape[2:])[back], new
+
+    return recur
+
+
+def accept(layer: VerifyState, counts: jax.Array) -> VerifyState:
+    """Takes the first `counts` [B] tokens of each row into its state."""
+    num_before = layer.state.conv.shape[1]
+    places = counts[:, None] + jnp.arange(num_before, dtype=jnp.int32)[None]
+    conv = jnp.take_along_axis(layer.window, places[..., None], axis=1)
+    matrix = jax.vmap(delta_net.take_in)(
+        layer.state.matrix, layer.k, layer.change, layer.decay, counts
+    )
+    return layer._replace(state=LayerState(conv, matrix))
