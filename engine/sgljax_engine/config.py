@@ -41,10 +41,17 @@ LORA_TARGETS = (
     "per_layer_input_gate",
     "per_layer_projection",
     "per_layer_model_projection",
+    "in_proj_qkvz",
+    "in_proj_ba",
+    "in_proj_qkv",
+    "in_proj_z",
+    "in_proj_b",
+    "in_proj_a",
+    "out_proj",
     "lm_head",
 )
-"""Kinds of projections that adapters may change; "gate" is the router of a mixture of experts, and
-those called "per_layer" are Gemma 4's."""
+"""Kinds of projections that adapters may change; "gate" is the router of a mixture of experts,
+those called "per_layer" are Gemma 4's, and "in_proj" and "out_proj" those of gated delta nets."""
 
 SPECULATION = ("off", "auto", "always")
 

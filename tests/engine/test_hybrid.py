@@ -13,11 +13,20 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from sgljax_engine import Engine, InvalidConfigError, SamplingParams, load_model_config
+from sgljax_engine import (
+    Engine,
+    InvalidConfigError,
+    LoraRule,
+    SamplingParams,
+    load_model_config,
+    logical_rules,
+)
 from sgljax_engine.cache.layer_states import state_bytes
 from sgljax_engine.config import DRAFTERS
 from sgljax_engine.models.registry import get_model
+from sgljax_engine.models.spec import ParamKind
 from sgljax_engine.placement.submeshes import check_divides
+from tests.devices import run_python
 from tests.engine.exactness_checks import golden_prompts
 from tests.engine.interrupts import (
     assert_idle,
@@ -27,6 +36,8 @@ from tests.engine.interrupts import (
     update_in_flight,
     wait_until,
 )
+from tests.engine.models import HYBRID, logical_weights, random_prompts, spread_weights
+from tests.engine.test_quantization import rounded, scores
 from tests.threads import gate_steps, running
 from tests.tiers import tiered
 
@@ -241,22 +252,84 @@ class TestSlots:
             Engine(GOLDEN / "llama_tied", **OPTIONS, num_state_slots=2)
 
 
+def test_deterministic_sampling_is_refused(small):
+    with pytest.raises(InvalidConfigError, match="enable_deterministic_sampling must be None"):
+        Engine(small, **OPTIONS, enable_deterministic_sampling=True)
+
+
+def test_int8_has_the_numbers_of_the_rounded_weights():
+    weights = spread_weights(HYBRID)
+    small, tokens = scores(HYBRID, weights, quantization="int8")
+    expected, expected_tokens = scores(HYBRID, rounded(HYBRID, weights))
+    assert tokens == expected_tokens
+    np.testing.assert_allclose(small, expected, atol=2e-4)
+    plain, _ = scores(HYBRID, weights)
+    assert np.abs(plain - expected).max() > 0.01
+
+
+class TestAdapters:
+    """Pairs of every kind of projection, kept apart, against the same added to the weights."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def outputs(cls):
+        weights, rules = logical_weights(HYBRID), list(logical_rules(HYBRID))
+        rng, pairs = np.random.default_rng(5), {}
+        for name, spec in get_model(HYBRID.architecture).param_specs(HYBRID).items():
+            projection = name.removesuffix(".weight")
+            if spec.kind is not ParamKind.LINEAR:
+                continue
+            num_in, num_out = spec.shape
+            pairs[f"{projection}.a"] = rng.normal(0, 0.3, (num_in, 4)).astype(np.float32)
+            pairs[f"{projection}.b"] = rng.normal(0, 0.3, (4, num_out)).astype(np.float32)
+            rules.append(LoraRule(name, f"{projection}.a", f"{projection}.b", 0.5))
+        assert any("in_proj_a" in name for name in pairs)
+        prompts, params = random_prompts(4, 3, 30), dataclasses.replace(PARAMS, max_new_tokens=16)
+        options: dict[str, Any] = {**OPTIONS, "model_config": HYBRID, "weights": weights}
+        options["weight_rules"] = logical_rules(HYBRID)
+        found = {}
+        with Engine(**options, max_loras=1, max_lora_rank=4) as engine:
+            engine.load_adapter("one", pairs, rules)
+            for lora in ("one", None):
+                found[lora] = engine.generate_requests(prompts, params, lora)
+                # The second time from the cache, where the adapter has prefixes of its own.
+                again = engine.generate_requests(prompts, params, lora)
+                assert [each.output_ids for each in again] == [
+                    each.output_ids for each in found[lora]
+                ]
+        with Engine(**options) as engine:
+            found["base"] = engine.generate_requests(prompts, params)
+            engine.update_weights(weights | pairs, rules)
+            found["merged"] = engine.generate_requests(prompts, params)
+        return found
+
+    @pytest.mark.parametrize(("lora", "whole"), [("one", "merged"), (None, "base")])
+    def test_they_are_as_if_merged(self, outputs, lora, whole):
+        for found, expected in zip(outputs[lora], outputs[whole], strict=True):
+            assert found.output_ids == expected.output_ids
+            np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=2e-4)
+
+    def test_they_change_answers(self, outputs):
+        assert [each.output_ids for each in outputs["base"]] != [
+            each.output_ids for each in outputs["merged"]
+        ]
+
+
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "tp_size", "named"),
     [
-        ("quantization", "int8"),
-        ("enable_deterministic_sampling", True),
-        ("max_loras", 1),
+        ("qwen3_5_ratio_two", 4, "linear_attention.num_key_heads"),
+        ("qwen3_next_grouped", 8, "linear_attention.num_key_heads"),
     ],
 )
-def test_what_is_refused(small, name, value):
-    with pytest.raises(InvalidConfigError, match=f"{name} must be .* recurrent states"):
-        Engine(small, **OPTIONS, **{name: value})
+def test_heads_that_do_not_divide_are_refused(name, tp_size, named):
+    with pytest.raises(InvalidConfigError, match=f"{named} must be a multiple .* {tp_size}"):
+        check_divides(load_model_config(GOLDEN / name), tp_size)
 
 
-def test_tensor_parallelism_is_refused(small):
-    with pytest.raises(InvalidConfigError, match="tensor axis must have size 1"):
-        check_divides(load_model_config(small), 2)
+@pytest.mark.parametrize("case", ["grouped", pytest.param("ungrouped", marks=pytest.mark.slow)])
+def test_on_two_devices(case):
+    run_python("-W", "ignore", "-m", "tests.engine.hybrid_cases", case, num_devices=2)
 
 
 def test_random_weights(small):

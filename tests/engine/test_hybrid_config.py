@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,15 +19,133 @@ from sgljax_engine import (
     model_config_from_hf,
     to_hf_tensors,
 )
+from sgljax_engine.models.registry import get_model
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = ("qwen3_next_grouped", "qwen3_5_ratio_two", "qwen3_5_moe_ratio_two")
+
+
+NETS = {
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 262_144,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10_000_000,
+        "rope_type": "default",
+    },
+}
+EXPERTS = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+DENSE = "Qwen3_5ForCausalLM"
+REAL: dict[str, tuple[int, dict[str, Any]]] = {
+    "Qwen3.5-0.8B": (
+        752_393_024,
+        {
+            "architectures": [DENSE],
+            "hidden_size": 1024,
+            "intermediate_size": 3584,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "linear_num_value_heads": 16,
+            "vocab_size": 248_320,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Qwen3.5-9B": (
+        8_953_803_264,
+        {
+            "architectures": [DENSE],
+            "hidden_size": 4096,
+            "intermediate_size": 12_288,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "linear_num_value_heads": 32,
+            "vocab_size": 248_320,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "Qwen3.5-27B": (
+        26_895_998_464,
+        {
+            "architectures": [DENSE],
+            "hidden_size": 5120,
+            "intermediate_size": 17_408,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 4,
+            "linear_num_value_heads": 48,
+            "vocab_size": 248_320,
+            "tie_word_embeddings": False,
+            "output_gate_type": "swish",
+            "mamba_ssm_dtype": "float32",
+            "attn_output_gate": True,
+        },
+    ),
+    "Qwen3.5-35B-A3B": (
+        34_660_610_688,
+        {
+            "architectures": ["Qwen3_5MoeForCausalLM"],
+            "hidden_size": 2048,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "linear_num_value_heads": 32,
+            "vocab_size": 248_320,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            **EXPERTS,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "Qwen3-Next-80B-A3B": (
+        79_674_391_296,
+        {
+            "architectures": ["Qwen3NextForCausalLM"],
+            "hidden_size": 2048,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "linear_num_value_heads": 32,
+            "vocab_size": 151_936,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            **EXPERTS,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+"""What transformers 5.12.1 counts, and the settings of the published models that decide it.
+
+Those of 0.8B, 27B and Next are from copies of their config.json in public repositories; 9B and 35B
+are the defaults of transformers' classes.
+"""
 
 
 def config_of(name, **changes):
     """A golden's config.json with some settings changed; None removes one."""
     config = json.loads((GOLDEN / name / "config.json").read_text()) | changes
     return {name: value for name, value in config.items() if value is not None}
+
+
+@pytest.mark.parametrize("model", REAL)
+def test_parameters_of_published_models(model):
+    count, settings = REAL[model]
+    config = model_config_from_hf(NETS | settings)
+    specs = get_model(config.architecture).param_specs(config)
+    assert sum(math.prod(spec.shape) for spec in specs.values()) == count
+    assert len(config.cached_layers) * 4 == config.num_layers
+    assert config.rope == RopeConfig(theta=1e7, rotary_dim=64)
 
 
 @pytest.fixture(params=NAMES)
@@ -102,6 +222,7 @@ def test_positions_of_images_change_nothing():
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"attn_output_gate": False}, "attn_output_gate=False"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type='yarn'"),
         ({"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step=2"),

@@ -215,23 +215,14 @@ def check_experts(model: ModelConfig, config: EngineConfig) -> None:
 
 
 def check_states(model: ModelConfig, config: EngineConfig) -> None:
-    """Raises InvalidConfigError for what models with recurrent states do not have."""
+    """Raises InvalidConfigError for what models with recurrent states cannot promise."""
     if model.linear_attention is None:
         return
-    refused = {
-        "quantization": (config.runtime.quantization, None),
-        "enable_deterministic_sampling": (
-            config.runtime.enable_deterministic_sampling or None,
-            None,
-        ),
-        "max_loras": (config.lora.max_loras, 0),
-    }
-    for name, (value, only) in refused.items():
-        if value != only:
-            raise InvalidConfigError(
-                f"{name} must be {only!r} for a model with recurrent states "
-                f"({model.architecture}), got {value!r}"
-            )
+    if config.runtime.enable_deterministic_sampling:
+        raise InvalidConfigError(
+            "enable_deterministic_sampling must be None or False for a model with recurrent states "
+            f"({model.architecture}), got True"
+        )
 
 
 def _build_core(

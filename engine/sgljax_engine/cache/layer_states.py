@@ -52,28 +52,35 @@ def state_shapes(net: LinearAttentionConfig, num_slots: int) -> tuple[tuple[int,
     )
 
 
-def state_bytes(net: LinearAttentionConfig | None) -> int:
-    """Bytes of one sequence's state in all layers; 0 without such layers."""
+def state_bytes(net: LinearAttentionConfig | None, num_shards: int = 1) -> int:
+    """Bytes of one sequence's state in all layers; 0 without such layers.
+
+    On all of `num_shards` devices, each of which has the inputs of the convolution.
+    """
     if net is None:
         return 0
-    return sum(net.layers) * 4 * sum(map(math.prod, state_shapes(net, 1)))
+    conv, matrix = map(math.prod, state_shapes(net, 1))
+    return sum(net.layers) * 4 * (num_shards * conv + matrix)
 
 
 def allocate_states(
     net: LinearAttentionConfig | None,
-    sharding: jax.sharding.Sharding,
+    shardings: tuple[jax.sharding.Sharding, jax.sharding.Sharding],
     *,
     num_slots: int,
     make_zeros: MakeZeros,
 ) -> tuple[LayerState, ...]:
-    """Makes zeroed states: one for each layer that has some. Engine thread only."""
+    """Makes zeroed states: one for each layer that has some, with the shardings of its parts.
+
+    Engine thread only.
+    """
     if net is None:
         return ()
     return tuple(
         LayerState(
             *(
                 make_zeros(shape, jnp.dtype(jnp.float32), sharding)
-                for shape in state_shapes(net, num_slots)
+                for shape, sharding in zip(state_shapes(net, num_slots), shardings, strict=True)
             )
         )
         for _ in range(sum(net.layers))

@@ -21,7 +21,7 @@ PREFIX = "linear_attn."
 
 
 def net_specs(prefix: str, hidden_size: int, net: LinearAttentionConfig) -> dict[str, ParamSpec]:
-    """The parameters of a layer's net.
+    """The parameters of a layer's net; what is not of single heads is not sharded.
 
     Args:
         prefix: Of their names: "model.layers.0.linear_attn.".
@@ -38,12 +38,16 @@ def net_specs(prefix: str, hidden_size: int, net: LinearAttentionConfig) -> dict
             "in_proj_b": heads,
             "in_proj_a": heads,
         }
-    shapes = {f"{name}.weight": (hidden_size, size) for name, size in outputs.items()}
-    shapes["out_proj.weight"] = values, hidden_size
-    specs = {
-        f"{prefix}{name}": ParamSpec(shape, ParamKind.LINEAR, (None, None), f"{prefix}{name}")
-        for name, shape in shapes.items()
-    }
+    specs: dict[str, ParamSpec] = {}
+
+    def add(name: str, shape: tuple[int, int], axes: tuple[str | None, str | None]) -> None:
+        name = f"{prefix}{name}.weight"
+        specs[name] = ParamSpec(shape, ParamKind.LINEAR, axes, name)
+
+    for name, size in outputs.items():
+        # Queries, keys and values one behind another: a part of these is not of single heads.
+        add(name, (hidden_size, size), (None, None if name == "in_proj_qkv" else "heads"))
+    add("out_proj", (values, hidden_size), ("heads", None))
     vectors: dict[str, tuple[tuple[int, ...], ParamKind]] = {
         "conv1d.weight": ((net.num_channels, net.conv_size), ParamKind.RECURRENT),
         "A_log": ((heads,), ParamKind.RECURRENT),

@@ -101,7 +101,13 @@ def _config(config: hf.HfConfig, *, is_grouped: bool, moe: MoEConfig | None = No
     rope = _rope(config)
     # Read above, and by `_rope`; in nets and attention there are no biases.
     plain = {name: value for name, value in config.items() if name != "partial_rotary_factor"}
-    hf.check_settings(plain, hidden_act="silu", decoder_sparse_step=1, attn_output_gate=True)
+    hf.check_settings(
+        plain,
+        hidden_act="silu",
+        decoder_sparse_step=1,
+        attn_output_gate=True,
+        output_gate_type="swish",
+    )
     if config.get("mlp_only_layers"):
         raise UnsupportedModelError(
             f"mlp_only_layers={config['mlp_only_layers']!r} is not supported, only []: all layers "

@@ -41,6 +41,10 @@ alone undoes the gain of computing in the trainer's dtype (docs/mismatch.md).
 """
 
 
+_QUANTIZED = ("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight")
+"""Endings of the names of projections that are quantised, in dense models."""
+
+
 _MeshAxes = str | tuple[str, ...] | None
 """An entry of a PartitionSpec."""
 
@@ -80,6 +84,11 @@ class Placement(NamedTuple):
     def contiguous_kv_sharding(self, kv: KVShape) -> NamedSharding:
         """Sharding of `cache.contiguous_kv.LayerContiguousKV`."""
         return NamedSharding(self.mesh, PartitionSpec(None, None, self._kv_axes(kv.num_heads)))
+
+    @property
+    def state_shardings(self) -> tuple[NamedSharding, NamedSharding]:
+        """Shardings of a `LayerState`: inputs of the convolution everywhere, heads sharded."""
+        return self.replicated, NamedSharding(self.mesh, PartitionSpec(None, self._tensor_axes))
 
     def kv_copies(self, kv: KVShape) -> int:
         """Number of devices with the same kv heads of a layer, of those that share a weight."""
@@ -209,8 +218,11 @@ class Placement(NamedTuple):
 
 
 def is_quantized(name: str, spec: ParamSpec) -> bool:
-    """Whether `quantization` applies to a parameter: projections and tables that are multiplied."""
-    is_projection = spec.kind is ParamKind.LINEAR and name.endswith("_proj.weight")
+    """Whether `quantization` applies to a parameter: projections and tables that are multiplied.
+
+    Not to those that rates and decays of a recurrence are made from, which are small.
+    """
+    is_projection = spec.kind is ParamKind.LINEAR and name.endswith(_QUANTIZED)
     return is_projection or spec.kind is ParamKind.HEAD
 
 

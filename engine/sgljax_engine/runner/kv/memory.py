@@ -206,7 +206,7 @@ class KVMemory:
         routed = self._allocate_routed()
         states = allocate_states(
             self._static.context.config.linear_attention,
-            placement.replicated,
+            placement.state_shardings,
             num_slots=self.num_state_slots,
             make_zeros=self._make_zeros,
         )

@@ -23,7 +23,9 @@ class StatePool(NamedTuple):
     num_bytes: int
 
 
-def plan_states(model: ModelConfig, config: EngineConfig, free_bytes: int | None) -> StatePool:
+def plan_states(
+    model: ModelConfig, config: EngineConfig, free_bytes: int | None, num_shards: int
+) -> StatePool:
     """Chooses the number of slots.
 
     One for each of `max_running_requests`, and as many for cached prefixes, unless the
@@ -34,11 +36,12 @@ def plan_states(model: ModelConfig, config: EngineConfig, free_bytes: int | None
         model: The engine's model.
         config: The engine's configuration.
         free_bytes: Free memory beside the weights; None if the devices do not say.
+        num_shards: Devices that share a state.
 
     Raises:
         InvalidConfigError: when the configuration does not fit; says what would fit.
     """
-    per_slot, cache = state_bytes(model.linear_attention), config.cache
+    per_slot, cache = state_bytes(model.linear_attention, num_shards), config.cache
     if not per_slot:
         if cache.num_state_slots is not None:
             raise InvalidConfigError(
