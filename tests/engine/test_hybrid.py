@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 from sgljax_engine import (
     Engine,
+    EngineConfig,
     InvalidConfigError,
     LoraRule,
     SamplingParams,
@@ -25,7 +26,8 @@ from sgljax_engine.cache.layer_states import state_bytes
 from sgljax_engine.config import DRAFTERS
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ParamKind
-from sgljax_engine.placement.submeshes import check_divides
+from sgljax_engine.placement.submeshes import check_divides, place
+from sgljax_engine.runner.kv.state_plan import plan_states
 from tests.devices import run_python
 from tests.engine.exactness_checks import golden_prompts
 from tests.engine.interrupts import (
@@ -247,6 +249,23 @@ class TestSlots:
         with pytest.raises(InvalidConfigError, match="num_state_slots 1000000000000"):
             Engine(small, **OPTIONS, num_state_slots=10**12)
 
+    def test_a_limited_memory_holds_fewer(self, small):
+        config = load_model_config(small)
+        net = config.linear_attention
+        found = {}
+        for free_bytes in (None, 4 << 20, 1 << 20, 1 << 18):
+            options = {"max_running_requests": 64, "mem_fraction_static": 0.5}
+            engine_config = EngineConfig.from_options(options)
+            placement = place(config, None, "float32").engines[0]
+            found[free_bytes] = plan_states(config, engine_config, placement, free_bytes)
+        assert found[None].num_slots == 128
+        for free_bytes, pool in found.items():
+            if free_bytes is not None:
+                assert free_bytes // 8 < pool.num_bytes <= free_bytes // 4
+        assert len({pool.num_slots for pool in found.values()}) == 4
+        with pytest.raises(InvalidConfigError, match="recurrent state of one request"):
+            plan_states(config, engine_config, placement, state_bytes(net))
+
     def test_a_slot_count_for_a_model_without_states(self):
         with pytest.raises(InvalidConfigError, match="num_state_slots must be None"):
             Engine(GOLDEN / "llama_tied", **OPTIONS, num_state_slots=2)
@@ -323,7 +342,7 @@ class TestAdapters:
     ],
 )
 def test_heads_that_do_not_divide_are_refused(name, tp_size, named):
-    with pytest.raises(InvalidConfigError, match=f"{named} must be a multiple .* {tp_size}"):
+    with pytest.raises(InvalidConfigError, match=rf"{named} must be a multiple .* \({tp_size}\)"):
         check_divides(load_model_config(GOLDEN / name), tp_size)
 
 

@@ -76,7 +76,7 @@ def plan_memory(
         if free < weights_bytes:
             raise InvalidConfigError(f"the weights take {weights_bytes} bytes; {free} are free")
         free -= weights_bytes
-    states = plan_states(model, config, free, placement.num_tensor_shards)
+    states = plan_states(model, config, placement, free)
     fitting = None if free is None else free // per_page
     # What programs and recurrent states leave.
     beside = program_bytes + states.num_bytes

@@ -8,6 +8,8 @@ from sgljax_engine.cache.layer_states import state_bytes
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.model_config import ModelConfig
+from sgljax_engine.placement.shardings import Placement
+from sgljax_engine.runner.batches.batch import default_batch_buckets, pick_bucket
 
 
 class StatePool(NamedTuple):
@@ -15,8 +17,8 @@ class StatePool(NamedTuple):
 
     Attributes:
         num_slots: States that it holds.
-        num_bytes: Bytes of them, and of as many rows as may decode together: a decode dispatch
-            works on copies.
+        num_bytes: Bytes of them, and of the rows of the largest batch that may decode, which works
+            on copies.
     """
 
     num_slots: int
@@ -24,7 +26,7 @@ class StatePool(NamedTuple):
 
 
 def plan_states(
-    model: ModelConfig, config: EngineConfig, free_bytes: int | None, num_shards: int
+    model: ModelConfig, config: EngineConfig, placement: Placement, free_bytes: int | None
 ) -> StatePool:
     """Chooses the number of slots.
 
@@ -35,44 +37,46 @@ def plan_states(
     Args:
         model: The engine's model.
         config: The engine's configuration.
+        placement: The engine's placement.
         free_bytes: Free memory beside the weights; None if the devices do not say.
-        num_shards: Devices that share a state.
 
     Raises:
         InvalidConfigError: when the configuration does not fit; says what would fit.
     """
-    per_slot, cache = state_bytes(model.linear_attention, num_shards), config.cache
+    per_slot = state_bytes(model.linear_attention, placement.num_tensor_shards)
+    cache, most_running = config.cache, config.scheduler.max_running_requests
+    asked = cache.num_state_slots
     if not per_slot:
-        if cache.num_state_slots is not None:
+        if asked is not None:
             raise InvalidConfigError(
                 f"num_state_slots must be None for a model without recurrent states "
-                f"({model.architecture}), got {cache.num_state_slots}"
+                f"({model.architecture}), got {asked}"
             )
         return StatePool(0, 0)
-    most_running = config.scheduler.max_running_requests
-    wanted = most_running if cache.disable_radix_cache else 2 * most_running
-    most_rows = (config.runtime.batch_buckets or (most_running,))[-1]
+    buckets = config.runtime.batch_buckets or default_batch_buckets(
+        most_running, placement.platform
+    )
 
     def pool(num_slots: int) -> StatePool:
-        return StatePool(num_slots, (num_slots + most_rows) * per_slot)
+        num_rows = pick_bucket(buckets, min(num_slots, most_running, buckets[-1]))
+        return StatePool(num_slots, (num_slots + num_rows) * per_slot)
 
-    asked = cache.num_state_slots
+    wanted = most_running if cache.disable_radix_cache else 2 * most_running
     if free_bytes is None:
-        return pool(wanted if asked is None else asked)
-    most = free_bytes // per_slot - most_rows
+        return pool(asked or wanted)
     if asked is not None:
-        if asked > most:
+        if pool(asked).num_bytes > free_bytes:
             raise InvalidConfigError(
-                f"num_state_slots {asked} and {most_rows} rows of decode take "
-                f"{pool(asked).num_bytes} bytes; at most {max(most, 0)} slots fit the "
-                f"{free_bytes} bytes that are free"
+                f"num_state_slots {asked} takes {pool(asked).num_bytes} bytes with the rows of "
+                f"decode, {per_slot} a state; {free_bytes} are free"
             )
         return pool(asked)
-    fitting = int(free_bytes * cache.mem_fraction_static) // 2 // per_slot - most_rows
-    if fitting < 1:
-        raise InvalidConfigError(
-            f"mem_fraction_static {cache.mem_fraction_static} of the {free_bytes} bytes that are "
-            f"free does not hold the recurrent states of {most_rows} rows, {per_slot} bytes each, "
-            "in half of it: set max_running_requests lower"
-        )
-    return pool(min(wanted, fitting))
+    limit = int(free_bytes * cache.mem_fraction_static) // 2
+    for num_slots in range(wanted, 0, -1):
+        if pool(num_slots).num_bytes <= limit:
+            return pool(num_slots)
+    raise InvalidConfigError(
+        f"half of mem_fraction_static {cache.mem_fraction_static} of the {free_bytes} bytes that "
+        f"are free does not hold the recurrent state of one request and the rows of the smallest "
+        f"batch, {pool(1).num_bytes} bytes"
+    )
