@@ -139,12 +139,13 @@ def chunk_terms(heads: Heads, decay: jax.Array, rate: jax.Array) -> ChunkTerms:
 
     decay, rate = per_head(decay), per_head(rate)
     number = jnp.arange(size, dtype=jnp.int32)
-    is_behind = number[:, None] > number
+    # All of one rank, for hosts that set jax_numpy_rank_promotion="raise".
+    distance = (number[:, None] - number[None]).reshape((1,) * (decay.ndim - 1) + (size, size))
     # Sums of what is between two tokens: as a difference of sums from the start they would lose
     # what a strong decay leaves of the digits.
-    between = jnp.cumsum(jnp.where(is_behind, decay[..., :, None], 0.0), axis=-2)
+    between = jnp.cumsum(jnp.where(distance > 0, decay[..., :, None], 0.0), axis=-2)
     to_end = jnp.exp(between[..., -1, :])[..., None]
-    between = jnp.where(number[:, None] >= number, jnp.exp(between), 0.0)
+    between = jnp.where(distance >= 0, jnp.exp(between), 0.0)
     total = jnp.cumsum(decay, axis=-1)
     scale = jnp.exp(total)[..., None]
     system = _dot(k, k.swapaxes(-1, -2)) * between * rate[..., None]

@@ -138,7 +138,7 @@ def _is_used(batch: ForwardBatch, tables: BlockTables, static: ProgramContext) -
         return batch.slot_mapping != NO_SLOT
     # A token may be there for its state alone.
     number = jnp.arange(tables.positions.shape[1], dtype=jnp.int32)
-    return (tables.positions[:, :1] + number < tables.kv_lens[:, None]).reshape(-1)
+    return (tables.positions[:, :1] + number[None] < tables.kv_lens[:, None]).reshape(-1)
 
 
 def with_routed(routed: jax.Array | None, out: Forward, slots: jax.Array) -> jax.Array | None:
