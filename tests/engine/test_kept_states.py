@@ -196,15 +196,23 @@ class TestWhatEndsThem:
         assert {tuple(each) for each in ids(restored)} == {tuple(each) for each in expected}
 
 
-@pytest.mark.parametrize("num_slots", [1, 2, 3, 5, 16])
-def test_interleavings(plain, num_slots):
+@pytest.mark.parametrize(
+    ("num_slots", "num_rounds"),
+    [
+        (2, 20),
+        (16, 20),
+        *(pytest.param(slots, 30, marks=pytest.mark.slow) for slots in (1, 3, 5)),
+        *(pytest.param(slots, 200, marks=pytest.mark.soak) for slots in (1, 2, 3, 5, 16)),
+    ],
+)
+def test_interleavings(plain, num_slots, num_rounds):
     """Groups, turns, repeated and cut prompts, in pools with room for few states or many."""
     rng = np.random.default_rng(num_slots)
     pool = random_prompts(4, 5, 45, seed=9)
     options: dict[str, Any] = {"num_state_slots": num_slots, "num_kv_tokens": 512}
     with make_engine(**options) as engine:
         hits = 0
-        for _ in range(25):
+        for _ in range(num_rounds):
             prompts = []
             for _ in range(rng.integers(1, 5)):
                 tokens = pool[rng.integers(len(pool))]
