@@ -150,11 +150,7 @@ def chunk_terms(heads: Heads, decay: jax.Array, rate: jax.Array) -> ChunkTerms:
     scale = jnp.exp(total)[..., None]
     system = _dot(k, k.swapaxes(-1, -2)) * between * rate[..., None]
     known = jnp.concatenate([v * rate[..., None], k * (rate[..., None] * scale)], axis=-1)
-    # Only what is below the diagonal is read; the diagonal is taken for ones.
-    solved = lax.linalg.triangular_solve(
-        system, known, left_side=True, lower=True, unit_diagonal=True
-    )
-    u, w = jnp.split(solved, (v.shape[-1],), axis=-1)
+    u, w = jnp.split(_dot(_unit_lower_inverse(system), known), (v.shape[-1],), axis=-1)
     return ChunkTerms(
         q * scale,
         k * to_end,
@@ -163,6 +159,28 @@ def chunk_terms(heads: Heads, decay: jax.Array, rate: jax.Array) -> ChunkTerms:
         _dot(q, k.swapaxes(-1, -2)) * between,
         jnp.exp(total[..., -1]),
     )
+
+
+def _unit_lower_inverse(system: jax.Array) -> jax.Array:
+    """The inverses of lower triangular matrices [..., T, T] whose diagonal is taken for ones.
+
+    What is on the diagonal and above it is not read. Inverses of neighbouring blocks become that of
+    both, from blocks of one number on: the inverse of [[P, 0], [C, Q]] has -Q^-1 C P^-1 below.
+    `lax.linalg.triangular_solve` is not used: on CPUs two calls of jaxlib 0.10.2's can wait for ever
+    for the threads that they have.
+    """
+    size = system.shape[-1]
+    number = jnp.arange(size, dtype=jnp.int32)
+    shape = (1,) * (system.ndim - 2) + (size, size)
+    inverse = jnp.broadcast_to(jnp.eye(size, dtype=system.dtype).reshape(shape), system.shape)
+    block = 1
+    while block < size:
+        of = number // block
+        is_below = (of[:, None] % 2 == 1) & (of[:, None] == of[None] + 1)
+        below = jnp.where(is_below.reshape(shape), system, 0.0)
+        inverse = inverse - _dot(_dot(inverse, below), inverse)
+        block *= 2
+    return inverse
 
 
 def chunk_step(state: jax.Array, terms: ChunkTerms) -> tuple[jax.Array, jax.Array]:
