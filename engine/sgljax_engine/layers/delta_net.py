@@ -166,7 +166,7 @@ def _unit_lower_inverse(system: jax.Array) -> jax.Array:
 
     What is on the diagonal and above it is not read. Inverses of neighbouring blocks become that of
     both, from blocks of one number on: the inverse of [[P, 0], [C, Q]] has -Q^-1 C P^-1 below.
-    `lax.linalg.triangular_solve` is not used: on CPUs two calls of jaxlib 0.10.2's can wait for ever
+    `lax.linalg.triangular_solve` is not used: on CPUs two calls of jaxlib 0.10.2 can wait for ever
     for the threads that they have.
     """
     size = system.shape[-1]
