@@ -49,6 +49,7 @@ from sgljax_engine.io_struct import (
 from sgljax_engine.model_config import (
     AttentionConfig,
     KVShape,
+    LinearAttentionConfig,
     Llama3Scaling,
     ModelConfig,
     MoEConfig,
@@ -144,6 +145,7 @@ __all__ = [
     "InvalidConfigError",
     "InvalidRequestError",
     "KVShape",
+    "LinearAttentionConfig",
     "Llama3Scaling",
     "LoraConfig",
     "LoraRule",

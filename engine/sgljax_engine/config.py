@@ -41,10 +41,17 @@ LORA_TARGETS = (
     "per_layer_input_gate",
     "per_layer_projection",
     "per_layer_model_projection",
+    "in_proj_qkvz",
+    "in_proj_ba",
+    "in_proj_qkv",
+    "in_proj_z",
+    "in_proj_b",
+    "in_proj_a",
+    "out_proj",
     "lm_head",
 )
-"""Kinds of projections that adapters may change; "gate" is the router of a mixture of experts, and
-those called "per_layer" are Gemma 4's."""
+"""Kinds of projections that adapters may change; "gate" is the router of a mixture of experts,
+those called "per_layer" are Gemma 4's, and "in_proj" and "out_proj" those of gated delta nets."""
 
 SPECULATION = ("off", "auto", "always")
 
@@ -76,6 +83,9 @@ class CacheConfig:
         enable_return_routed_experts: Return the experts that each token went through, see
             `RequestOutput.routed_experts`. They are kept beside the keys of each token. For models
             with experts.
+        num_state_slots: Recurrent states that the pool holds, for models that have some: one for
+            each running request, the others for cached prefixes. None takes twice
+            `max_running_requests`, or what fits half of `mem_fraction_static`.
     """
 
     page_size: int = 16
@@ -84,12 +94,15 @@ class CacheConfig:
     disable_radix_cache: bool = False
     disable_hybrid_swa_memory: bool = False
     enable_return_routed_experts: bool = False
+    num_state_slots: int | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidConfigError naming the field."""
         check_count("page_size", self.page_size)
         if self.num_kv_tokens is not None:
             check_count("num_kv_tokens", self.num_kv_tokens, self.page_size)
+        if self.num_state_slots is not None:
+            check_count("num_state_slots", self.num_state_slots)
         fraction = self.mem_fraction_static
         require(
             isinstance(fraction, (int, float)) and 0 < fraction < 1,

@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 from sgljax_engine.checks import check_count, check_positive, require
 
+_MAX_CONV = 16
+"""Tokens of a block of prefill, which holds what the next block's convolution sees."""
+
 
 class KVShape(NamedTuple):
     """Shape of the keys, or values, of one token in one layer."""
@@ -54,12 +57,15 @@ class RopeConfig:
         llama3: Set for rope type "llama3".
         rotary_fraction: Part of a head's channels that are rotated: the fastest ones (rope type
             "proportional", Gemma 4).
+        rotary_dim: The first channels of a head, which alone are rotated, as if they were a head
+            (Qwen3.5); None for all.
     """
 
     theta: float
     linear_factor: float = 1.0
     llama3: Llama3Scaling | None = None
     rotary_fraction: float = 1.0
+    rotary_dim: int | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidConfigError naming the field."""
@@ -67,6 +73,9 @@ class RopeConfig:
         check_positive("linear_factor", self.linear_factor)
         check_positive("rotary_fraction", self.rotary_fraction)
         require(self.rotary_fraction <= 1, "rotary_fraction", self.rotary_fraction, "at most 1")
+        if self.rotary_dim is not None:
+            check_count("rotary_dim", self.rotary_dim, 2)
+            require(self.rotary_dim % 2 == 0, "rotary_dim", self.rotary_dim, "even")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,6 +150,8 @@ class MoEConfig:
             its output (Gemma 4).
         routes_experts_input: Beside an MLP: whether the router sees the experts' input, after their
             norm (as Tunix 0.1.7 computes Gemma 4), or the hidden states.
+        shared_size: Channels of an expert that every token goes through, times a gate of its own
+            (Qwen3-Next); 0 without one.
     """
 
     num_experts: int
@@ -149,6 +160,7 @@ class MoEConfig:
     norm_topk_prob: bool
     is_beside_mlp: bool = False
     routes_experts_input: bool = False
+    shared_size: int = 0
 
     def __post_init__(self) -> None:
         """Raises InvalidConfigError naming the field."""
@@ -160,6 +172,7 @@ class MoEConfig:
             self.num_experts_per_token,
             f"at most num_experts ({self.num_experts})",
         )
+        check_count("shared_size", self.shared_size, low=0)
 
     @property
     def id_dtype(self) -> str:
@@ -192,6 +205,66 @@ class ScaleConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearAttentionConfig:
+    """Gated delta nets: layers that keep a state of fixed size instead of keys (Qwen3-Next).
+
+    Attributes:
+        layers: Whether each layer is one; the others have attention.
+        num_key_heads: Heads of queries and keys.
+        num_value_heads: Heads of values; a multiple of `num_key_heads`.
+        key_dim: Channels of a query or key.
+        value_dim: Channels of a value.
+        conv_size: Tokens that the convolution sees, the newest included; at most 16.
+        is_grouped: Whether one projection gives queries, keys, values and gates, key head by key
+            head, and another both rates (Qwen3-Next), or there are four (Qwen3.5).
+    """
+
+    layers: tuple[bool, ...]
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_size: int
+    is_grouped: bool
+
+    def __post_init__(self) -> None:
+        """Raises InvalidConfigError naming the field."""
+        for name in ("num_key_heads", "num_value_heads", "key_dim", "value_dim"):
+            check_count(name, getattr(self, name))
+        check_count("conv_size", self.conv_size, 2)
+        require(self.conv_size <= _MAX_CONV, "conv_size", self.conv_size, f"at most {_MAX_CONV}")
+        require(
+            self.num_value_heads % self.num_key_heads == 0,
+            "num_value_heads",
+            self.num_value_heads,
+            f"a multiple of num_key_heads ({self.num_key_heads})",
+        )
+        num_nets = sum(self.layers)
+        limit = "some layers, and not all: pages hold what a prefix is found by"
+        require(0 < num_nets < len(self.layers), "sum(layers)", num_nets, limit)
+
+    @property
+    def ratio(self) -> int:
+        """Value heads of each key head."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the convolution: queries, keys and values of all heads."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_values
+
+    @property
+    def head_sizes(self) -> tuple[int, int, int]:
+        """Number of key heads, and channels of a key and of a value."""
+        return self.num_key_heads, self.key_dim, self.value_dim
+
+    @property
+    def num_values(self) -> int:
+        """Channels of the values of all heads."""
+        return self.num_value_heads * self.value_dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Shape of a decoder-only transformer, named as in Hugging Face's config.json.
 
@@ -221,6 +294,7 @@ class ModelConfig:
         mlp_bias: Whether the three projections of the MLP add a bias.
         moe: The experts of each layer; None for a dense model.
         scales: Factors of the form in which weights come.
+        linear_attention: Layers with a recurrent state in the place of attention; None without.
     """
 
     architecture: str
@@ -244,6 +318,7 @@ class ModelConfig:
     mlp_bias: bool = False
     moe: MoEConfig | None = None
     scales: ScaleConfig = ScaleConfig()
+    linear_attention: LinearAttentionConfig | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidConfigError naming the first field that is out of range."""
@@ -267,6 +342,14 @@ class ModelConfig:
                 num_marked,
                 f"0 or num_layers ({self.num_layers})",
             )
+        if self.linear_attention is not None:
+            num_marked = len(self.linear_attention.layers)
+            expected = f"num_layers ({self.num_layers})"
+            require(num_marked == self.num_layers, "len(layers)", num_marked, expected)
+        for rope in (self.rope, self.attention.sliding_rope):
+            if rope is not None and rope.rotary_dim is not None:
+                size, expected = rope.rotary_dim, f"at most head_dim ({self.head_dim})"
+                require(size <= self.head_dim, "rotary_dim", size, expected)
 
     def _check_heads(self, where: str, kv: KVShape) -> None:
         check_count(f"{where}num_kv_heads", kv.num_heads)
@@ -295,7 +378,17 @@ class ModelConfig:
     @property
     def cached_layers(self) -> tuple[int, ...]:
         """The layers with their own keys and values, in order; only these are in the cache."""
-        return tuple(i for i in range(self.num_layers) if self.kv_layer(i) == i)
+        layers = range(self.num_layers)
+        return tuple(i for i in layers if self.kv_layer(i) == i and not self.has_state(i))
+
+    def has_state(self, layer: int) -> bool:
+        """Whether a layer keeps a recurrent state instead of keys."""
+        return self.linear_attention is not None and self.linear_attention.layers[layer]
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """The layers with a recurrent state, in order."""
+        return tuple(filter(self.has_state, range(self.num_layers)))
 
     @property
     def cached_kv(self) -> tuple[KVShape, ...]:

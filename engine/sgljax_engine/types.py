@@ -27,6 +27,10 @@ NO_ADAPTER = -1
 """Adapter slot of requests that use only the base model."""
 
 
+NO_STATE = -1
+"""Slot of the recurrent state of requests that have none."""
+
+
 class RequestStatus(enum.Enum):
     """State of a request."""
 
@@ -121,8 +125,9 @@ class Request:
     only for rows with penalties. `pages` is an array of C ints, which numpy copies into a page
     table without a loop. `routed` holds the experts of its first tokens, as far as they were read:
     [tokens, num_layers, k] of `MoEConfig.id_dtype`, never changed in place. `text` has its tokens
-    for drafters, with speculation. `draft_sources` says who drafted each output token: 0 for
-    nobody, else 1 plus an index in `config.DRAFTERS`.
+    for drafters, with speculation. `state_slot` holds its recurrent state after `num_computed`
+    tokens while it runs, for models that have one. `draft_sources` says who drafted each output
+    token: 0 for nobody, else 1 plus an index in `config.DRAFTERS`.
     """
 
     rid: str
@@ -150,6 +155,7 @@ class Request:
     extra_logprobs: list[TopLogprobs] = dataclasses.field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None
     pages: array[int] = dataclasses.field(default_factory=lambda: array("i"))
+    state_slot: int = NO_STATE
     seen: TokenCounts | None = None
     routed: np.ndarray | None = None
     text: RequestText | None = None
@@ -224,13 +230,15 @@ class PrefillChunk:
     """Tokens [start, start + num_tokens) of a request, to be prefilled into `pages`.
 
     These are the pages that the request had when the chunk was planned; it may decode into a copy
-    of the last page.
+    of the last page. Keys of the first `num_shared` tokens of the request are in shared pages
+    already, where nobody writes: tokens before that are computed for their recurrent state alone.
     """
 
     request: Request
     start: int
     num_tokens: int
     pages: tuple[int, ...]
+    num_shared: int = 0
 
 
 class PageCopy(NamedTuple):
@@ -238,6 +246,27 @@ class PageCopy(NamedTuple):
 
     source: int
     target: int
+
+
+class StateCopy(NamedTuple):
+    """A slot's recurrent state, to be copied into another slot."""
+
+    source: int
+    target: int
+
+
+class StateCopies(NamedTuple):
+    """Copies of a dispatch: before its prefill, and between prefill and decode.
+
+    No slot is a source and a target of copies at one time.
+    """
+
+    early: list[StateCopy]
+    late: list[StateCopy]
+
+    def of(self, *, is_late: bool) -> list[StateCopy]:
+        """The copies of one time."""
+        return self.late if is_late else self.early
 
 
 class PageStamp(NamedTuple):
@@ -254,7 +283,7 @@ class SchedulerOutput:
 
     Attributes:
         prefill: Chunks that fit the token budget; each request at most once.
-        copies: Pages to copy; all sources are read before any target is written.
+        copies: Pages to copy behind the prefill; all sources are read before any target is written.
         decode: Requests to decode; their prefill is complete or completes in `prefill`.
         step_limits: For each decode row, the tokens that its pages and max_new_tokens allow.
         num_steps: Decode steps in this dispatch.
@@ -266,6 +295,8 @@ class SchedulerOutput:
             smaller program.
         window_pages: int32, the window page of each page or -1, see `cache.window`; changes after
             the dispatch. None without such pages.
+        early_copies: Pages to copy before the prefill, as `copies`.
+        states: Recurrent states to copy; None for models without.
         drafts: Draft sources of each decode row; then each of the `num_steps` forward passes may
             give several tokens. None decodes token by token.
     """
@@ -281,6 +312,8 @@ class SchedulerOutput:
     max_finished: int | None = None
     window_pages: np.ndarray | None = None
     drafts: Sequence[RowDrafts] | None = None
+    early_copies: Sequence[PageCopy] = ()
+    states: StateCopies | None = None
 
     @property
     def touched(self) -> list[Request]:

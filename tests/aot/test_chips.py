@@ -9,7 +9,7 @@ import pytest
 from sgljax_engine import EngineConfig, InvalidConfigError, preview_engine
 from sgljax_engine.aot import CHIPS, ProgramReport, parse_topology
 from sgljax_engine.aot.roofline import estimate, used_parameters
-from sgljax_engine.model_config import AttentionConfig, MoEConfig
+from sgljax_engine.model_config import AttentionConfig, LinearAttentionConfig, MoEConfig
 from tests.aot.programs import QWEN3_8B, TWO_LAYERS
 
 
@@ -115,3 +115,29 @@ def test_sliding_layers_read_their_windows():
     (found,) = estimate(CHIPS["v5e"], model, preview, decode)
     read = preview.weights_bytes + 2 * 4 * (256 + 1024) * 4 * 128 * 2
     assert found.step_s == pytest.approx(read / 819e9)
+
+
+def test_recurrent_states_are_read_and_written():
+    """And prefill computes them to the last layer that has one, of which it needs no output."""
+    net = LinearAttentionConfig(
+        layers=(False, True),
+        num_key_heads=4,
+        num_value_heads=8,
+        key_dim=64,
+        value_dim=128,
+        conv_size=4,
+        is_grouped=False,
+    )
+    model = dataclasses.replace(TWO_LAYERS, linear_attention=net, architecture="Qwen3_5ForCausalLM")
+    options = {"num_kv_tokens": 4096, "max_model_len": 1024, "dtype": "bfloat16"}
+    preview = preview_engine(model, config=EngineConfig.from_options(options))
+    decode = ProgramReport(name="decode", size=4, compile_s=1.0)
+    (found,) = estimate(CHIPS["v5e"], model, preview, decode)
+    keys = 2 * 4 * 1024 * model.num_kv_heads * model.head_dim * 2
+    states = 2 * 4 * 4 * 8 * 64 * 128
+    assert found.bound == "memory"
+    assert found.step_s == pytest.approx((preview.weights_bytes + keys + states) / 819e9)
+    whole, prefill = (used_parameters(model, 8, is_decode=each).num_read for each in (True, False))
+    dim = model.hidden_size
+    after = 8 * 128 * dim + 3 * dim * model.intermediate_size + 2 * dim + 128
+    assert whole - prefill == after + model.vocab_size * dim

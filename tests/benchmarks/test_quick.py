@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.hardware import step_parts
 from benchmarks.interruption import interruptions, sleep_wake
-from benchmarks.throughput import growth, options
+from benchmarks.throughput import growth, hybrid, options
 
 QUICK_COMPILE = "that the benchmark runs and what it writes, not its numbers"
 
@@ -55,3 +55,12 @@ def test_growth_with_the_batch(tmp_path):
 def test_experts(tmp_path):
     data = written(options.main, tmp_path, "moe", "--pairs", "1", "--tables", "moe")
     assert list(data["seconds"]) == ["1 rows", "8 rows", "64 rows"]
+
+
+@pytest.mark.soak
+def test_hybrids(tmp_path):
+    data = written(hybrid.main, tmp_path, "hybrid", "--pairs", "1")
+    assert list(data["decode"]) == ["1 rows", "8 rows", "64 rows"]
+    # All samples begin with one prompt of 64 tokens, the last of which is no prefill's.
+    assert data["prefilled"]["group of 16"] == {"cache off": 16 * 63, "cache on": 63}
+    assert data["memory"]["dense"]["states"] == 0 < data["memory"]["hybrid"]["states"]

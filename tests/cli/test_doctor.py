@@ -419,6 +419,15 @@ def test_report(facts_here, capsys):
     assert text.endswith("No problems found.\n")
 
 
+@pytest.mark.usefixtures("facts_here")
+def test_recurrent_states_are_reported(capsys):
+    doctor("--model", MODEL.parent / "qwen3_5_ratio_two")
+    # Of 256 requests, as many prefixes, and 256 rows: 9,600 bytes each.
+    assert "\n  recurrent states, with copies of rows for decode: 7.37 MB, 512 of them\n" in (
+        capsys.readouterr().out
+    )
+
+
 def test_report_is_what_the_engine_then_does(preview):
     with Engine(MODEL) as engine:
         memory = engine.get_internal_state().memory

@@ -6,7 +6,13 @@ import dataclasses
 
 import numpy as np
 
-from sgljax_engine import ModelConfig, MoEConfig, RopeConfig, SamplingParams
+from sgljax_engine import (
+    LinearAttentionConfig,
+    ModelConfig,
+    MoEConfig,
+    RopeConfig,
+    SamplingParams,
+)
 from sgljax_engine.model_config import AttentionConfig, KVShape
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ParamKind
@@ -75,6 +81,26 @@ TINY_MOE = dataclasses.replace(
         num_experts=8, num_experts_per_token=3, intermediate_size=24, norm_topk_prob=True
     ),
 )
+
+
+HYBRID = dataclasses.replace(
+    TINY,
+    architecture="Qwen3_5ForCausalLM",
+    num_layers=3,
+    rope=RopeConfig(theta=1e6, rotary_dim=8),
+    # The norm of a net's small output would amplify rounding errors.
+    rms_norm_eps=1e-2,
+    linear_attention=LinearAttentionConfig(
+        layers=(True, False, True),
+        num_key_heads=2,
+        num_value_heads=6,
+        key_dim=16,
+        value_dim=8,
+        conv_size=4,
+        is_grouped=False,
+    ),
+)
+"""As Qwen3.5: two layers in three have a recurrent state."""
 
 
 def spread_weights(model: ModelConfig = TINY, seed: int = 0) -> dict[str, np.ndarray]:

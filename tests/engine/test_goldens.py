@@ -33,6 +33,7 @@ FAST = (
     "gemma4_shared_keys",
     "llama_scaled_untied",
     "qwen2_bias_untied",
+    "qwen3_5_ratio_two",
     "qwen3_gqa_tied",
     "qwen3_moe_odd_sharded",
 )
@@ -80,6 +81,8 @@ def strict_ranks(name):
         pytest.param("gemma2_window", Layout.TOKENS_FIRST, marks=pytest.mark.slow),
         pytest.param("gemma4_shared_keys", Layout.FEATURES_FIRST, marks=pytest.mark.slow),
         pytest.param("qwen3_moe_odd_sharded", Layout.TOKENS_FIRST, marks=pytest.mark.slow),
+        pytest.param("qwen3_5_equal_heads", Layout.TOKENS_FIRST, marks=pytest.mark.slow),
+        pytest.param("qwen3_next_tied", Layout.FEATURES_FIRST, marks=pytest.mark.slow),
     ],
 )
 def test_without_jit_compiled_kernels(name, layout, monkeypatch):

@@ -78,12 +78,18 @@ class GoldenSpec:
     @property
     def has_experts(self) -> bool:
         """Whether MLPs are mixtures of experts."""
-        return self.family.endswith("_moe")
+        return "_moe" in self.family or self.family == "qwen3_next"
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether most layers are gated delta nets."""
+        return self.family.startswith(("qwen3_next", "qwen3_5"))
 
     @property
     def has_offset_norms(self) -> bool:
-        """Whether norm weights are stored minus one."""
-        return self.family.startswith("gemma") and not self.family.startswith("gemma4")
+        """Whether norm weights are stored minus one; those of gated delta nets never are."""
+        is_gemma = self.family.startswith("gemma") and not self.family.startswith("gemma4")
+        return is_gemma or self.is_hybrid
 
     @property
     def scales_embeddings(self) -> bool:
@@ -114,6 +120,17 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
         transformers.Gemma3TextConfig,
         transformers.Gemma3ForConditionalGeneration,
     ),
+    "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
+    "qwen3_5": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
+    "qwen3_5_moe": (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM),
+    "qwen3_5_multimodal": (
+        transformers.Qwen3_5TextConfig,
+        transformers.Qwen3_5ForConditionalGeneration,
+    ),
+    "qwen3_5_moe_multimodal": (
+        transformers.Qwen3_5MoeTextConfig,
+        transformers.Qwen3_5MoeForConditionalGeneration,
+    ),
 }
 """Config of the language model, and model classes of transformers."""
 
@@ -134,7 +151,30 @@ def _of_gemma3(text: Any) -> Any:
     return transformers.Gemma3Config(text_config=text, vision_config=vision)
 
 
+QWEN_VISION_CONFIG = {
+    "depth": 1,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_heads": 1,
+    "patch_size": 2,
+    "spatial_merge_size": 1,
+    "num_position_embeddings": 4,
+    "out_hidden_size": 32,
+}
+"""The same of a Qwen3.5."""
+
+
 MULTIMODAL: dict[str, Callable[[Any], Any]] = {
+    "qwen3_5_multimodal": lambda text: transformers.Qwen3_5Config(
+        text_config=text.to_dict(),
+        vision_config=QWEN_VISION_CONFIG,
+        tie_word_embeddings=text.tie_word_embeddings,
+    ),
+    "qwen3_5_moe_multimodal": lambda text: transformers.Qwen3_5MoeConfig(
+        text_config=text.to_dict(),
+        vision_config=QWEN_VISION_CONFIG,
+        tie_word_embeddings=text.tie_word_embeddings,
+    ),
     "gemma3_multimodal": _of_gemma3,
     "gemma4_multimodal": lambda text: transformers.Gemma4Config(text_config=text),
     "gemma4_unified": lambda text: transformers.Gemma4UnifiedConfig(text_config=text),

@@ -153,6 +153,9 @@ def _describe_preview(facts: Facts) -> list[str]:
             "says",
             f"  max_model_len: {preview.max_model_len} tokens",
         ]
+        if memory.state_slots:
+            of_states = f"{_gb(memory.state_bytes)}, {memory.state_slots} of them"
+            lines.append(f"  recurrent states, with copies of rows for decode: {of_states}")
         if memory.contiguous_kv_bytes:
             lines.append(f"  copies of rows for decode: {_gb(memory.contiguous_kv_bytes)}")
     elif preview.problem is not None:

@@ -16,7 +16,12 @@ from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ParamKind
 from sgljax_engine.preview import EnginePreview
 
-_KEYS = re.compile(r"\.self_attn\.[kv]_proj\.")
+_KEYS = re.compile(r"\.self_attn\.[kv]_proj\.|\.linear_attn\.(in_proj_|conv1d|A_log|dt_bias)")
+"""Parameters that keys, values and recurrent states are made with."""
+
+_STATE_FLOPS = 7
+"""Operations of a number of a recurrent state for a token: two products that read it, and one that
+changes it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +69,12 @@ def estimate(
     num_keys, num_scored = _attention(model, preview, program.size, is_decode=is_decode)
     num_bytes = used.num_read * weight_bytes / preview.tp_size
     num_bytes += 2 * num_keys * jnp.dtype(preview.dtype).itemsize
-    flops = (2 * program.size * used.num_multiplied + 4 * num_scored) / preview.tp_size
+    # Recurrent states are read and written, float32.
+    num_states = _states(model)
+    num_requests = program.size if is_decode else math.ceil(program.size / preview.max_model_len)
+    num_bytes += 2 * 4 * num_states * num_requests / preview.tp_size
+    flops = 2 * program.size * used.num_multiplied + 4 * num_scored
+    flops = (flops + _STATE_FLOPS * program.size * num_states) / preview.tp_size
     by_model = _roofline(chip, preview, program, "model", flops, num_bytes)
     if program.flops is None or program.memory_bytes is None:
         return (by_model,)
@@ -87,9 +97,10 @@ class UsedParameters(NamedTuple):
 def used_parameters(model: ModelConfig, num_tokens: int, *, is_decode: bool) -> UsedParameters:
     """Parameters that decode or prefill uses; of tables that are looked up none.
 
-    Prefill computes no logits, and ends with the keys and values of the last layer that has some.
+    Prefill computes no logits, and ends with the keys and values of the last layer that has some,
+    or its recurrent state.
     """
-    last = model.cached_layers[-1]
+    last = max((*model.cached_layers, *model.state_layers))
     num_read = num_multiplied = 0.0
     for name, spec in get_model(model.architecture).param_specs(model).items():
         layer = re.match(r"model\.layers\.(\d+)\.", name)
@@ -114,6 +125,8 @@ def _attention(
     new = 1 if is_decode else min(num_tokens, context)  # tokens of a request
     num_keys = num_scored = 0.0
     for layer in range(model.num_layers if is_decode else model.cached_layers[-1]):
+        if model.has_state(layer):
+            continue
         slides, heads = model.attention.slides(layer), model.kv_shape(layer)
         window = (model.attention.sliding_window if slides else None) or context
         read = min(context, window - 1 + new) * math.ceil(num_tokens / new)
@@ -121,6 +134,14 @@ def _attention(
         seen = min(context, window)
         num_scored += num_tokens * seen * model.num_heads * heads.head_dim
     return num_keys, num_scored
+
+
+def _states(model: ModelConfig) -> int:
+    """Numbers in the matrices of a request's recurrent states."""
+    net = model.linear_attention
+    if net is None:
+        return 0
+    return len(model.state_layers) * net.num_value_heads * net.key_dim * net.value_dim
 
 
 def _roofline(

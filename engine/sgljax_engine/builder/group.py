@@ -13,9 +13,10 @@ from sgljax_engine.builder.adapters import adapter_slots, first_adapters
 from sgljax_engine.builder.compilation_cache import enable_compilation_cache
 from sgljax_engine.builder.parts import EngineParts, build_runner, plan_parts
 from sgljax_engine.cache.allocator import PageAllocator
-from sgljax_engine.cache.kv_pages import shape_of_zeros, zeros
 from sgljax_engine.cache.pool import PagePool
+from sgljax_engine.cache.states import StateSlots
 from sgljax_engine.cache.window import WindowPages
+from sgljax_engine.cache.zeros import shape_of_zeros, zeros
 from sgljax_engine.config import TOKEN_BLOCK, EngineConfig, SpeculationConfig
 from sgljax_engine.core.adapters import AdapterRegistry
 from sgljax_engine.core.engine_core import EngineCore
@@ -92,6 +93,7 @@ def build_group(
     """Checks the configuration, takes memory, transforms the weights."""
     max_model_len = pick_max_model_len(model, config)
     check_experts(model, config)
+    check_states(model, config)
     enable_compilation_cache(config.runtime.compilation_cache_dir)
     parallel = fit_parallel(model, config, mesh, dtype)
     placement = place(model, mesh, dtype, parallel, config.runtime)
@@ -161,6 +163,7 @@ def build_shapes(
     """
     max_model_len = pick_max_model_len(model, config)
     check_experts(model, config)
+    check_states(model, config)
     parallel = fit_parallel(model, config, mesh, dtype, device_bytes)
     placement = place(model, mesh, dtype, parallel, config.runtime)
     count, engine = len(placement.engines), placement.engines[0]
@@ -211,6 +214,17 @@ def check_experts(model: ModelConfig, config: EngineConfig) -> None:
         )
 
 
+def check_states(model: ModelConfig, config: EngineConfig) -> None:
+    """Raises InvalidConfigError for what models with recurrent states cannot promise."""
+    if model.linear_attention is None:
+        return
+    if config.runtime.enable_deterministic_sampling:
+        raise InvalidConfigError(
+            "enable_deterministic_sampling must be None or False for a model with recurrent states "
+            f"({model.architecture}), got True"
+        )
+
+
 def _build_core(
     config: EngineConfig,
     parts: EngineParts,
@@ -229,11 +243,15 @@ def _build_core(
     page_size, windows = config.cache.page_size, None
     if parts.memory.windows is not None:
         windows = WindowPages(parts.num_pages, parts.memory.windows, page_size)
+    num_slots = parts.memory.report.state_slots
+    states = StateSlots(num_slots) if num_slots else None
+    beside = windows or states
     pool = PagePool(
-        PageAllocator(parts.num_pages, None if windows is None else windows.forget),
+        PageAllocator(parts.num_pages, None if beside is None else beside.forget),
         page_size,
         is_sharing=not config.cache.disable_radix_cache,
         windows=windows,
+        states=states,
     )
     scheduler = Scheduler(
         config.scheduler,

@@ -12,8 +12,8 @@ import jax
 from sgljax_engine.attention.base import AttentionBackend
 from sgljax_engine.attention.registry import engine_attention
 from sgljax_engine.builder.program_memory import program_bytes
-from sgljax_engine.cache.kv_pages import MakeZeros, shape_of_zeros
 from sgljax_engine.cache.window import NUM_NULL
+from sgljax_engine.cache.zeros import MakeZeros, shape_of_zeros
 from sgljax_engine.config import TOKEN_BLOCK, EngineConfig
 from sgljax_engine.kernels.cpu.longest_match import longest_match
 from sgljax_engine.kernels.cpu.panels import PANEL
@@ -127,6 +127,7 @@ def plan_parts(
         "mesh": dict(placement.mesh.shape),
         "device": placement.mesh.devices.flat[0].device_kind,
         "kv_tokens": parts.memory.report.kv_tokens,
+        "state_slots": parts.memory.report.state_slots,
     }
     needed = program_bytes(probe, facts, config.runtime.compilation_cache_dir)
     if needed is None:  # what does not fit is said by whoever compiles it
@@ -174,6 +175,7 @@ def build_runner(
         shapes=parts.shapes,
         costs=costs,
         num_window_pages=0 if windows is None else windows.num_pages + NUM_NULL,
+        num_state_slots=parts.memory.report.state_slots,
         contiguous_shapes=parts.memory.contiguous_shapes,
         slots=slots,
         lowerings=parts.lowerings,

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sgljax_engine.cache.kv_pages import LayerKV, MakeZeros
+from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.cache.zeros import MakeZeros
 
 CHUNK = 64
 """Adjacent keys of a row: attention takes one chunk of several rows at a time."""

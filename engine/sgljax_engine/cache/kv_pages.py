@@ -10,13 +10,15 @@ exists once.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from sgljax_engine.cache.layer_states import LayerState
+from sgljax_engine.cache.zeros import MakeZeros
 
 _LANES = 128
 """Lanes of a TPU's vector register."""
@@ -107,14 +109,12 @@ class KVPages(NamedTuple):
         layers: One for each of `ModelConfig.cached_layers`; none while nothing is allocated.
         routed: [num_pages, page_size, W] unsigned, the experts of each token: k for each layer, by
             descending probability, then zeros up to `routed_width`. None if they are not kept.
+        states: One for each of `ModelConfig.state_layers`.
     """
 
     layers: tuple[LayerKV, ...] = ()
     routed: jax.Array | None = None
-
-
-MakeZeros = Callable[[tuple[int, ...], jnp.dtype, jax.sharding.Sharding], Any]
-"""Makes an array of zeros, or only its shape to compile programs."""
+    states: tuple[LayerState, ...] = ()
 
 
 def allocate_kv_pages(
@@ -133,26 +133,6 @@ def allocate_kv_pages(
         return LayerKV(make_zeros(shape, dtype, sharding), make_zeros(shape, dtype, sharding))
 
     return tuple(map(layer, layouts, shardings, num_pages))
-
-
-def zeros(shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
-    """An array of zeros, allocated on its devices."""
-    return _zeros_program(shape, dtype, sharding)()
-
-
-def shape_of_zeros(
-    shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.Sharding
-) -> jax.ShapeDtypeStruct:
-    """The shape of `zeros`, to compile a program for."""
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-
-@functools.lru_cache(maxsize=64)
-def _zeros_program(
-    shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.Sharding
-) -> Callable[[], jax.Array]:
-    """A program that makes a zeroed array. Compiled once, however often it runs."""
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 
 def kv_bytes_per_token(layouts: Iterable[PageLayout], dtype: jnp.dtype) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.radix import PrefixHandle, RadixCache
+from sgljax_engine.cache.states import StateSlots
 from sgljax_engine.cache.window import WindowPages
 from sgljax_engine.errors import EngineError
 from sgljax_engine.types import NO_ADAPTER, PageCopy, PageStamp, Request
@@ -25,6 +26,7 @@ class PagePool:
         page_size: Tokens in a page.
         is_sharing: Whether there is a prefix cache.
         windows: The window pages of models with sliding layers; None where all layers share pages.
+        states: The slots of recurrent states; None for models without.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class PagePool:
         *,
         is_sharing: bool = True,
         windows: WindowPages | None = None,
+        states: StateSlots | None = None,
     ) -> None:
         """Starts with every page free.
 
@@ -42,10 +45,12 @@ class PagePool:
             page_size: Tokens in a page.
             is_sharing: False keeps the prefix cache empty.
             windows: The window pages, told by the allocator of freed pages; None without.
+            states: The slots of recurrent states; None without.
         """
         self.page_size = page_size
         self.is_sharing = is_sharing
         self.windows = windows
+        self.states = states
         self._allocator = allocator
         self._num_resets = 0
         self._forget_all()
@@ -64,6 +69,8 @@ class PagePool:
         self._allocator.start_over()
         if self.windows is not None:
             self.windows.start_over()
+        if self.states is not None:
+            self.states.start_over()
         self._forget_all()
 
     @property
@@ -80,6 +87,11 @@ class PagePool:
     def num_cached(self) -> int:
         """Pages that the prefix cache owns, in use or not."""
         return self._cache.num_cached
+
+    @property
+    def has_free_state(self) -> bool:
+        """Whether a request could get a slot for its recurrent state, if it needs one."""
+        return self.states is None or self.states.num_available > 0
 
     @property
     def used_pages(self) -> list[int]:
@@ -105,12 +117,39 @@ class PagePool:
             request.tokens, num_tokens, space, known if sought is request else None
         )
         self._sought = request, handle
+        if self.states is not None:
+            return self._with_state(request, handle)
         if self.windows is None or handle.num_pages == 0:
             return handle
         pages, tail = handle.pages(), handle.tail
         if tail is not None and self.windows.is_usable([*pages, tail.page], num_tokens):
             return handle
         return handle.shortened(self.windows.usable(pages))
+
+    def without_tail(self, request: Request, handle: PrefixHandle) -> PrefixHandle:
+        """The prefix found for a request without its tail, which it would need a copy of."""
+        if self.states is not None:
+            return self._with_state(request, handle, with_tail=False)
+        return handle._replace(tail=None)
+
+    def _with_state(
+        self, request: Request, handle: PrefixHandle, *, with_tail: bool = True
+    ) -> PrefixHandle:
+        states = self.states
+        assert states is not None
+
+        def is_known(page: int, has_all: bool) -> bool:
+            return states.is_kept(page, also_fresh=has_all)
+
+        return self._cache.with_state(
+            handle, request.tokens, request.kv_len, is_known, with_tail=with_tail
+        )
+
+    def num_ready(self, handle: PrefixHandle) -> int:
+        """Tokens of a prefix that a request need not compute."""
+        if self.states is None:
+            return handle.num_tokens(self.page_size)
+        return 0 if handle.state is None else handle.state.num_tokens(self.page_size)
 
     def forget_prefix(self, request: Request) -> None:
         """Forgets the prefix found for a request that now runs, or is over."""
@@ -131,17 +170,25 @@ class PagePool:
     def start(self, request: Request, handle: PrefixHandle, count: int) -> list[PageCopy]:
         """Gives a request the prefix found for it, and `count` pages of its own.
 
-        Returns the copies that the device must make before the request decodes: if the prefix ends
+        Returns the copies that the device must make before the request computes: if the prefix ends
         in a cached tail, the request extends a copy of that page.
         """
         self.forget_prefix(request)
         self._cache.hold(handle)
+        if handle.state is not None:  # until `settle`
+            self._cache.hold(handle.state)
+            self._copied.append(handle.state)
         request.pages = array("i", handle.pages() + self._cache.allocate(count))
-        request.num_computed = handle.num_tokens(self.page_size)
+        request.num_computed = self.num_ready(handle)
         if request.num_retractions == 0:
             request.num_cached = request.num_computed
         if self.windows is not None:
             self._start_window(request, handle)
+        if self.states is not None:
+            page = None if handle.state is None else handle.state.last_page
+            is_late = request.num_computed == request.kv_len
+            self.states.start(request, page, is_late=is_late)
+        handle = handle._replace(state=None)
         if handle.tail is None:
             self._handles[request.rid] = handle
             return []
@@ -186,7 +233,23 @@ class PagePool:
             if self.windows is not None:  # that of the tail is held until `settle`
                 self.windows.attach(own)
         self._handles[request.rid] = handle
+        if self.states is not None and with_tail and handle.num_pages == num_full:
+            self._keep_state(request, handle, rest)
         return copies
+
+    def _keep_state(self, request: Request, handle: PrefixHandle, rest: Sequence[int]) -> None:
+        """Keeps the state behind a running request's prefill, if all of that is cached."""
+        assert self.states is not None
+        if rest and self._cache.has_tail(handle, rest):
+            handle = self._cache.hold_tail(handle, rest)
+            self._copied.append(handle)  # until it is computed
+        elif rest or not handle.num_pages:
+            return
+        self.states.keep(request, handle.last_page)
+
+    def num_shared(self, request: Request) -> int:
+        """Tokens of a running request whose keys are in pages that nobody writes to."""
+        return self._handles[request.rid].num_pages * self.page_size
 
     def release(self, request: Request) -> None:
         """Takes all pages from a request; its full pages stay in the prefix cache.
@@ -198,6 +261,7 @@ class PagePool:
         if self.windows is not None:
             first, end = self._spans.pop(request.rid)
             self.windows.let_go(request.pages[first:end], keep=True)
+        page = None
         if self.is_sharing and self._cache.is_current(handle):
             first, num_full = handle.num_pages, request.num_computed // size
             handle = self._cache.extend(
@@ -206,10 +270,38 @@ class PagePool:
                 request.pages[first:num_full],
                 merge=True,
             )
-        self._allocator.free(request.pages[handle.num_pages :])
+            if self.states is not None:
+                handle, page = self._end_of_state(request, handle)
+        if self.states is not None:
+            self.states.release(request, page)
+        is_tail = handle.tail is not None
+        self._allocator.free(request.pages[handle.num_pages + is_tail :])
         self._cache.release(handle)
         request.pages = array("i")
         request.num_computed = 0
+
+    def _end_of_state(
+        self, request: Request, handle: PrefixHandle
+    ) -> tuple[PrefixHandle, int | None]:
+        """Caches a last, partial page too; the last page of what a request has computed.
+
+        None where its state is of no use: before its first token, or within shared pages. The
+        handle becomes one with the tail, if the request's own page is that from now on.
+        """
+        num_full, size = handle.num_pages, self.page_size
+        rest = request.tokens(num_full * size, request.num_computed)
+        if request.num_computed < num_full * size or not request.num_computed:
+            return handle, None
+        if not rest:
+            return handle, handle.last_page
+        if self._cache.has_tail(handle, rest):
+            tail = self._cache.hold_tail(handle, rest)
+            page = tail.last_page
+            self._cache.release(tail)
+            return handle, page
+        tail = self._cache.add_tail(handle, rest, request.pages[num_full])
+        self._cache.release(handle)
+        return tail, tail.last_page
 
     def reset_cache(self, adapter: int | None = None) -> int:
         """Empties the prefix cache for good. Returns the number of pages freed.
@@ -221,6 +313,8 @@ class PagePool:
         """
         self.settle()
         self._num_resets += 1
+        if self.states is not None:
+            self.states.forget_kept()
         if adapter is None:
             return self._cache.reset()
         return self._cache.reset_space(adapter - NO_ADAPTER)
@@ -250,6 +344,8 @@ class PagePool:
                 self.windows.let_go([handle.tail.page], keep=True)
             self._cache.release(handle)
         self._copied.clear()
+        if self.states is not None:
+            self.states.settle()
 
     # ------------------------------------------------------------------ windows
 
@@ -312,6 +408,8 @@ class PagePool:
             spans = [r.pages[slice(*self._spans[r.rid])] for r in running]
             tails = [[handle.tail.page] for handle in self._copied if handle.tail is not None]
             self.windows.check_integrity([*spans, *tails])
+        if self.states is not None:
+            self.states.check_integrity(running)
         if {r.rid for r in running} != set(self._handles):
             raise EngineError("the pool has other requests than the running batch")
         own: list[int] = []

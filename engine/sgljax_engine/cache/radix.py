@@ -48,17 +48,26 @@ class PrefixHandle(NamedTuple):
         root: Root of its tree.
         node: Node of its last full page; the root for an empty prefix.
         num_pages: Number of its full pages.
-        tail: Node of the next page, if it holds all remaining tokens; else None.
+        tail: Node of the next page, if it holds all remaining tokens, or is that of `state`; else
+            None.
+        state: The part of the prefix behind which a model with recurrent states continues. None
+            for other models, and where it begins with the first token.
     """
 
     root: _Node
     node: _Node
     num_pages: int
     tail: _Node | None = None
+    state: PrefixHandle | None = None
 
     def num_tokens(self, page_size: int) -> int:
         """Number of tokens in its pages, the tail included."""
         return self.num_pages * page_size + (0 if self.tail is None else len(self.tail.key))
+
+    @property
+    def last_page(self) -> int:
+        """Its last page, be it full or not; it must not be empty."""
+        return self.node.page if self.tail is None else self.tail.page
 
     def shortened(self, num_pages: int) -> PrefixHandle:
         """The first pages of a prefix that is not held."""
@@ -166,6 +175,51 @@ class RadixCache:
             tail = node.children.get(tuple(tokens(num_tokens - num_left, num_tokens)))
         return PrefixHandle(root, node, num_pages, tail)
 
+    def with_state(
+        self,
+        handle: PrefixHandle,
+        tokens: Callable[[int, int], Sequence[int]],
+        num_tokens: int,
+        is_known: Callable[[int, bool], bool],
+        *,
+        with_tail: bool = True,
+    ) -> PrefixHandle:
+        """A prefix that was just found, with the longest part of it whose state is known.
+
+        Its tail is left out unless that is this part's end.
+
+        Args:
+            handle: What `find` returned.
+            tokens: As for `find`.
+            num_tokens: As for `find`.
+            is_known: Function (last page, whether the part has all tokens) -> whether its state is.
+            with_tail: Whether the prefix may have a tail, of which the request needs a copy.
+        """
+        size, node, count = self._page_size, handle.node, handle.num_pages
+        if with_tail and handle.tail is not None and is_known(handle.tail.page, True):
+            return handle._replace(state=handle)
+        handle = handle._replace(tail=None)
+        while True:
+            part, done = PrefixHandle(handle.root, node, count), count * size
+            is_last = count == handle.num_pages
+            rest = tuple(tokens(done, min(done + size - 1, num_tokens)))
+            if is_last and not with_tail:
+                rest = ()
+            tails = [
+                tail
+                for key, tail in node.children.items()
+                if len(key) < size and rest[: len(key)] == key and is_known(tail.page, False)
+            ]
+            if tails:
+                part = part._replace(tail=max(tails, key=lambda tail: len(tail.key)))
+                return handle._replace(tail=part.tail if is_last else None, state=part)
+            if node is handle.root:
+                return handle
+            if is_known(node.page, done == num_tokens):
+                return handle._replace(state=part)
+            assert node.parent is not None
+            node, count = node.parent, count - 1
+
     def hold(self, handle: PrefixHandle) -> None:
         """Holds a prefix that was just found."""
         for node in _path(handle):
@@ -175,7 +229,8 @@ class RadixCache:
 
     def num_unused(self, handle: PrefixHandle) -> int:
         """Pages of a just found prefix that nobody holds, and that `hold` makes unavailable."""
-        count = int(handle.tail is not None and handle.tail.refs == 0)
+        tails = {handle.tail, handle.state and handle.state.tail} - {None}
+        count = sum(tail is not None and tail.refs == 0 for tail in tails)
         for node in _path(handle):
             if node.refs:  # and so have all above it
                 break
@@ -225,6 +280,13 @@ class RadixCache:
         assert 0 < len(tokens) < self._page_size
         tail = self._add(handle.node, tuple(tokens), page)
         return self.hold_again(handle)._replace(tail=tail)
+
+    def hold_tail(self, handle: PrefixHandle, tokens: Sequence[int]) -> PrefixHandle:
+        """A second handle, for the prefix with a tail that the cache has, see `has_tail`."""
+        tail = handle.node.children[tuple(tokens)]
+        handle = self.hold_again(handle)._replace(tail=tail)
+        self._hold(tail)
+        return handle
 
     def hold_again(self, handle: PrefixHandle) -> PrefixHandle:
         """A second handle for the full pages of a handle."""

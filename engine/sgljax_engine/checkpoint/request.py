@@ -50,6 +50,7 @@ FRESH = frozenset(
         # They are of a request that runs.
         "adapter",
         "pages",
+        "state_slot",
         "seen",
         "num_computed",
         "routed",

@@ -313,7 +313,7 @@ class EngineCore:
     def state(self) -> EngineState:
         """The engine's state at one moment."""
         size, scheduler, asleep = self.pool.page_size, self.scheduler, self.sleep_manager.asleep
-        windows = self.pool.windows
+        windows, states = self.pool.windows, self.pool.states
         return EngineState(
             running_batch_size=len(scheduler.running),
             waiting_queue_size=len(scheduler.waiting),
@@ -328,6 +328,8 @@ class EngineCore:
             cached_kv_tokens=self.pool.num_cached * size,
             total_kv_tokens=self.pool.num_pages * size,
             held_window_tokens=windows.num_held * size if windows is not None else 0,
+            free_state_slots=0 if states is None else states.num_available,
+            kept_states=0 if states is None else states.num_kept,
             is_kv_allocated=self.runner.kv_memory.is_allocated,
             weight_version=self.serving.version,
             adapters=self.serving.adapters.names,

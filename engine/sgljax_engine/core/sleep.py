@@ -20,6 +20,7 @@ from sgljax_engine.errors import OffloadError, forget_locals
 from sgljax_engine.io_struct import SLEEP_TAGS, SleepTag
 from sgljax_engine.observability.metrics import EngineCounters
 from sgljax_engine.runner.kv.host_arrays import HostArray, num_bytes, to_device
+from sgljax_engine.runner.kv.memory import SavedStates
 from sgljax_engine.runner.kv.saved_pages import SavedPages
 from sgljax_engine.runner.runner import ModelRunner
 
@@ -29,6 +30,7 @@ class HostCopies(NamedTuple):
 
     weights: Mapping[str, HostArray] | None
     pages: SavedPages | None
+    states: SavedStates | None = None
 
 
 class SleepManager:
@@ -68,9 +70,10 @@ class SleepManager:
     @property
     def host_bytes(self) -> int:
         """Bytes of all copies."""
-        weights, pages = self._copies
+        weights, pages, states = self._copies
         in_pages = 0 if pages is None else pages.nbytes
-        return in_pages + (0 if weights is None else num_bytes(dict(weights)))
+        in_states = sum(num_bytes(contents) for _, contents in states or ())
+        return in_pages + in_states + (0 if weights is None else num_bytes(dict(weights)))
 
     def keep(self, *, weights: bool, pages: bool) -> HostCopies:
         """Makes the copies to keep during a sleep; changes nothing else.
@@ -80,13 +83,23 @@ class SleepManager:
         Raises:
             OffloadError: when that fails.
         """
-        kept_weights, kept_pages = self._copies
+        kept_weights, kept_pages, kept_states = self._copies
         with _copying():
             if weights and "weights" not in self.asleep:
                 kept_weights = self._runner.weights_to_host()
             if pages:
                 kept_pages = self.copy_pages(self._pool.used_pages)
-        return HostCopies(kept_weights, kept_pages)
+                kept_states = self._copy_states()
+        return HostCopies(kept_weights, kept_pages, kept_states)
+
+    def _copy_states(self) -> SavedStates | None:
+        """Copies the recurrent states of running requests; None without any."""
+        slots = self._pool.states
+        if "kv_cache" in self.asleep:
+            return self._copies.states
+        if slots is None or not self._kv_memory.is_allocated:
+            return None
+        return self._kv_memory.save_states(slots.used)
 
     def copy_pages(self, pages: Sequence[int]) -> SavedPages | None:
         """Copies used pages, and perhaps others, to the host; None without contents.
@@ -155,6 +168,8 @@ class SleepManager:
                     self._kv_memory.load_pages(
                         copies.pages, self._pool.used_pages, self._window_pages
                     )
+                if copies.states is not None:
+                    self._kv_memory.load_states(copies.states)
         except Exception as error:
             self.undo_wake_up(tags)
             forget_locals(error)
@@ -185,6 +200,7 @@ class SleepManager:
         self._copies = HostCopies(
             None if "weights" in tags else self._copies.weights,
             None if "kv_cache" in tags else self._copies.pages,
+            None if "kv_cache" in tags else self._copies.states,
         )
         self.asleep = tuple(tag for tag in self.asleep if tag not in tags)
         self.refuses_requests &= bool(self.asleep)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from sgljax_engine.attention.base import AttentionOptions, Projections, Prologue
 from sgljax_engine.layers.basic import Layout, soft_cap
+from sgljax_engine.layers.delta_net import NetInputs
 from sgljax_engine.layers.rope import (
     keep_fastest,
     rope_timescales,
@@ -26,6 +27,7 @@ from sgljax_engine.layers.rope import (
 from sgljax_engine.layers.tiles import Tokens
 from sgljax_engine.model_config import ModelConfig, RopeConfig
 from sgljax_engine.models.decoder_params import DecoderTraits, norm_offset, param_specs
+from sgljax_engine.models.delta_net import Net
 from sgljax_engine.models.hf import HfConfig
 from sgljax_engine.models.mixture import mixture, router_logits
 from sgljax_engine.models.spec import (
@@ -37,6 +39,7 @@ from sgljax_engine.models.spec import (
     NewKV,
     Params,
     ProjectionAttend,
+    Recur,
 )
 
 Weights = Mapping[str, Any]
@@ -64,8 +67,10 @@ def decoder(
         kv: tuple[LayerCache, ...] | None,
         tokens: Tokens,
         adapters: jax.Array | None = None,
+        recur: Recur | None = None,
     ) -> Forward:
-        layers = _Layers(context.kernels.weights(params), context, traits, attend, tokens)
+        weights = context.kernels.weights(params)
+        layers = _Layers(weights, context, traits, attend, tokens, recur)
         return layers.forward(input_ids, positions, kv, adapters)
 
     specs = functools.partial(param_specs, traits=traits)
@@ -80,12 +85,14 @@ class _LayerKind(NamedTuple):
         rope: Its rotary embedding, and the head_dim of that.
         head_dim: Of its queries and keys.
         owns_kv: False if it reads the keys and values of another layer.
+        has_state: Whether it has a recurrent state instead of all this.
     """
 
     options: AttentionOptions
     rope: tuple[RopeConfig, int]
     head_dim: int
     owns_kv: bool
+    has_state: bool = False
 
 
 class _Layers(NamedTuple):
@@ -100,6 +107,7 @@ class _Layers(NamedTuple):
     traits: DecoderTraits
     attend: Attend
     tokens: Tokens
+    recur: Recur | None = None
     adapters: jax.Array | None = None
     kind: _LayerKind | None = None
     is_used: jax.Array | None = None
@@ -132,7 +140,8 @@ class _Layers(NamedTuple):
         def layer(weights: Weights, args: tuple[Any, ...], kind: _LayerKind) -> _LayerResult:
             return fuse(functools.partial(self.layer, kind=kind))(weights, *args)
 
-        caches: dict[int, LayerCache | None] = dict.fromkeys(config.cached_layers)
+        caches: dict[int, LayerCache | None]
+        caches = dict.fromkeys((*config.cached_layers, *config.state_layers))
         if kv is not None:
             caches.update(zip(caches, kv, strict=True))
         routed: list[jax.Array] = []
@@ -160,6 +169,7 @@ class _Layers(NamedTuple):
             ((attention.sliding_rope if slides else None) or config.rope, kv.head_dim),
             kv.head_dim,
             config.kv_layer(index) == index,
+            config.has_state(index),
         )
 
     def embed(self, ids: jax.Array) -> jax.Array:
@@ -216,26 +226,65 @@ class _Layers(NamedTuple):
         kind: _LayerKind,
     ) -> tuple[jax.Array, LayerCache | None, jax.Array | None]:
         inner, tokens = self._replace(params=weights, kind=kind), self.tokens
+        gate = None
+        if kind.has_state:
+            return inner.recurrent_layer(x, adapters, kv)
         if isinstance(self.attend, ProjectionAttend) and inner.has_plain_heads:
             q, k, v = map(tokens.join, tokens.map(inner.projections, (x, adapters)))
             new = Projections(q, k, v, inner.prologue(*map(tokens.join, rope)))
             out, kv = self.attend.from_projections(new, kv, kind.options)
         else:
-            q, new = tokens.map(inner.before_attention, (x, rope, adapters))
+            q, new, gate = tokens.map(inner.before_attention, (x, rope, adapters))
             q, new = jax.tree.map(tokens.join, (q, new))
             out, kv = self.attend(q, new, kv, kind.options)
         out = tokens.split(out.reshape(out.shape[0], -1))
-        is_used = None if tokens.is_used is None else tokens.split(tokens.is_used)
-        args = (x, out, adapters, layer_input, is_used)
+        args = (x, out, gate, adapters, layer_input, self.split_is_used)
         x, experts = tokens.map(inner.after_attention, args)
         return x, kv, experts
 
     @property
+    def split_is_used(self) -> jax.Array | None:
+        is_used = self.tokens.is_used
+        return None if is_used is None else self.tokens.split(is_used)
+
+    @property
     def has_plain_heads(self) -> bool:
-        """Whether keys are its own, and values projections as they are."""
+        """Whether keys are its own, all projections are heads as they are, and all of them turn."""
         assert self.kind is not None
         has_values = "self_attn.v_proj.weight" in self.params
-        return self.kind.owns_kv and has_values and not self.traits.has_value_norm
+        is_plain = not self.traits.has_value_norm and not self.traits.has_output_gate
+        turns = self.kind.rope[0].rotary_dim is None
+        return self.kind.owns_kv and has_values and is_plain and turns
+
+    def recurrent_layer(
+        self, x: jax.Array, adapters: jax.Array | None, state: LayerCache | None
+    ) -> _LayerResult:
+        """A layer with a gated delta net."""
+        tokens, recur = self.tokens, self.recur
+        assert recur is not None
+        inputs, gates = tokens.map(self.before_recurrence, (x, adapters))
+        weight = self.net().conv_weight
+        out, state = recur(jax.tree.map(tokens.join, inputs), weight, state)
+        args = (x, tokens.split(out), gates, adapters, self.split_is_used)
+        x, experts = tokens.map(self.after_recurrence, args)
+        return x, state, experts
+
+    def net(self) -> Net:
+        return Net(self.params, self.context, self.linear)
+
+    def before_recurrence(
+        self, args: tuple[jax.Array, jax.Array | None]
+    ) -> tuple[NetInputs, jax.Array]:
+        x, adapters = args
+        return self._replace(adapters=adapters).net().before(self.norm("input_layernorm", x))
+
+    def after_recurrence(
+        self,
+        args: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None],
+    ) -> tuple[jax.Array, jax.Array | None]:
+        x, out, gates, adapters, is_used = args
+        inner = self._replace(adapters=adapters, is_used=is_used)
+        return inner.add_mlp(x + inner.net().after(out, gates))
 
     def projections(
         self, args: tuple[jax.Array, jax.Array | None]
@@ -257,18 +306,28 @@ class _Layers(NamedTuple):
 
     def before_attention(
         self, args: tuple[jax.Array, Rope, jax.Array | None]
-    ) -> tuple[jax.Array, NewKV | None]:
+    ) -> tuple[jax.Array, NewKV | None, jax.Array | None]:
+        """Queries, keys and values, and gates of the output if there are some."""
         x, rope, adapters = args
         inner = self._replace(adapters=adapters)
         return inner.project_qkv("self_attn.", self.norm("input_layernorm", x), *rope)
 
     def after_attention(
         self,
-        args: tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None, jax.Array | None],
+        args: tuple[
+            jax.Array,
+            jax.Array,
+            jax.Array | None,
+            jax.Array | None,
+            jax.Array | None,
+            jax.Array | None,
+        ],
     ) -> tuple[jax.Array, jax.Array | None]:
         """Hidden states, and the experts of each token if the context returns them."""
-        x, out, adapters, layer_input, is_used = args
+        x, out, gate, adapters, layer_input, is_used = args
         inner = self._replace(adapters=adapters, is_used=is_used)
+        if gate is not None:
+            out = out * jax.nn.sigmoid(gate)
         x, experts = inner.project_out(x, out)
         if layer_input is not None:
             x = inner.add_layer_input(x, layer_input)
@@ -278,12 +337,7 @@ class _Layers(NamedTuple):
         """The part of a layer after attention; the experts [T, k] if the context returns them."""
         out = self.layout.materialize(self.layout.place(out))
         if not self.traits.has_post_norms:
-            x = self.add_linear(x, "self_attn.o_proj", out)
-            if self.context.config.moe is not None:
-                out, experts = self.experts("mlp.", self.norm("post_attention_layernorm", x))
-                return x + out, experts
-            gated = self.gated("mlp.", self.norm("post_attention_layernorm", x))
-            return self.add_linear(x, "mlp.down_proj", gated), None
+            return self.add_mlp(self.add_linear(x, "self_attn.o_proj", out))
         out = self.linear("self_attn.o_proj", out)
         x = x + self.norm("post_attention_layernorm", out)
         gated = self.gated("mlp.", self.norm("pre_feedforward_layernorm", x))
@@ -294,6 +348,18 @@ class _Layers(NamedTuple):
             out = out + self.norm("post_feedforward_layernorm_2", beside)
         return x + self.norm("post_feedforward_layernorm", out), experts
 
+    def add_mlp(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """The last part of a layer without norms behind; returns as `project_out` does."""
+        moe, h = self.context.config.moe, self.norm("post_attention_layernorm", x)
+        if moe is None:
+            return self.add_linear(x, "mlp.down_proj", self.gated("mlp.", h)), None
+        out, experts = self.experts("mlp.", h)
+        if moe.shared_size:
+            gate = jax.nn.sigmoid(self.linear("mlp.shared_expert_gate", h))
+            shared = self.gated("mlp.shared_expert.", h)
+            out = out + gate * self.linear("mlp.shared_expert.down_proj", shared)
+        return x + out, experts
+
     def add_layer_input(self, x: jax.Array, layer_input: jax.Array) -> jax.Array:
         gate = self.traits.activation(self.linear("per_layer_input_gate", x))
         out = self.linear("per_layer_projection", gate * layer_input)
@@ -301,7 +367,7 @@ class _Layers(NamedTuple):
 
     def project_qkv(
         self, prefix: str, h: jax.Array, sin: jax.Array, cos: jax.Array
-    ) -> tuple[jax.Array, NewKV | None]:
+    ) -> tuple[jax.Array, NewKV | None, jax.Array | None]:
         layout, kind = self.layout, self.kind
         assert kind is not None
 
@@ -310,17 +376,47 @@ class _Layers(NamedTuple):
 
         def rotate(x: jax.Array, name: str) -> jax.Array:
             norm = self.norm_of(prefix + name) if self.traits.has_qk_norm else None
-            rotate = self.context.kernels.rotate
-            return layout.tokens_first(rotate(x, norm, sin, cos, self.context.options))
+            return layout.tokens_first(self.rotated(x, norm, sin, cos))
 
-        q = project("q_proj")
+        q, gate = project("q_proj"), None
+        if self.traits.has_output_gate:
+            q, gate = self.without_gates(q)
         if not kind.owns_kv:
-            return rotate(q, "q_norm"), None
+            return rotate(q, "q_norm"), None, gate
         k = project("k_proj")
         v = k if f"{prefix}v_proj.weight" not in self.params else project("v_proj")
         if self.traits.has_value_norm:
             v = self.norm(None, v)
-        return rotate(q, "q_norm"), (rotate(k, "k_norm"), layout.tokens_first(v))
+        return rotate(q, "q_norm"), (rotate(k, "k_norm"), layout.tokens_first(v)), gate
+
+    def without_gates(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Queries of a projection that holds a gate behind each, and the gates [T, N * H]."""
+        layout = self.layout
+        x = layout.tokens_first(x)
+        queries, gates = x[:, 0::2], x[:, 1::2]
+        gates = gates.reshape(gates.shape[0], -1)
+        return layout.materialize(layout.place(queries)), gates
+
+    def rotated(
+        self,
+        x: jax.Array,
+        norm: tuple[jax.Array, float, float] | None,
+        sin: jax.Array,
+        cos: jax.Array,
+    ) -> jax.Array:
+        """Heads with rotary embedding, after their norm; of their first channels if it is partial.
+
+        Tables of a partial embedding are for those channels.
+        """
+        assert self.kind is not None
+        kernels, options = self.context.kernels, self.context.options
+        size, axis = self.kind.rope[0].rotary_dim, self.layout.feature_axis
+        if size is None:
+            return kernels.rotate(x, norm, sin, cos, options)
+        if norm is not None:
+            x = kernels.norm(x, *norm, options)
+        first, rest = jnp.split(x, (size,), axis=axis)
+        return jnp.concatenate([kernels.rotate(first, None, sin, cos, options), rest], axis=axis)
 
     def experts(self, prefix: str, h: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """The output of experts in the MLP's place, and as of `project_out` those of each token."""
@@ -422,7 +518,7 @@ class _Layers(NamedTuple):
 
     def rope_tables(self, rope: RopeConfig, head_dim: int, positions: jax.Array) -> Rope:
         def timescales() -> jax.Array:
-            found = rope_timescales(head_dim, rope.theta)
+            found = rope_timescales(rope.rotary_dim or head_dim, rope.theta)
             if rope.linear_factor != 1.0:
                 found = found * rope.linear_factor
             if rope.llama3 is not None:

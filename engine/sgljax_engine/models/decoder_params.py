@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 
 from sgljax_engine.model_config import ModelConfig, MoEConfig
+from sgljax_engine.models.delta_net import net_specs
 from sgljax_engine.models.mixture import mixture_specs
 from sgljax_engine.models.spec import KVHeads, ParamAxis, ParamKind, ParamSpec
 
@@ -24,6 +25,8 @@ class DecoderTraits(NamedTuple):
         scales_embeddings: Embeddings are multiplied by sqrt(hidden_size).
         has_value_norm: Values are normalised, head by head, without a weight.
         has_layer_scale: The output of a layer is multiplied by a number of its own.
+        has_output_gate: The query projection also gives a gate for each channel of the output of
+            attention: for each head its queries, then its gate.
     """
 
     activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
@@ -34,6 +37,7 @@ class DecoderTraits(NamedTuple):
     scales_embeddings: bool = False
     has_value_norm: bool = False
     has_layer_scale: bool = False
+    has_output_gate: bool = False
 
 
 def norm_offset(config: ModelConfig, traits: DecoderTraits) -> float:
@@ -56,7 +60,10 @@ def param_specs(config: ModelConfig, traits: DecoderTraits) -> dict[str, ParamSp
     for i in range(config.num_layers):
         layer = f"model.layers.{i}"
         specs.norm(f"{layer}.input_layernorm", dim)
-        specs.attention(f"{layer}.self_attn", i)
+        if config.linear_attention is not None and config.has_state(i):
+            specs.found.update(net_specs(f"{layer}.linear_attn.", dim, config.linear_attention))
+        else:
+            specs.attention(f"{layer}.self_attn", i)
         specs.norm(f"{layer}.post_attention_layernorm", dim)
         if traits.has_post_norms:
             specs.norm(f"{layer}.pre_feedforward_layernorm", dim)
@@ -111,7 +118,8 @@ class _Specs(NamedTuple):
     def attention(self, name: str, layer: int) -> None:
         config, kv = self.config, self.config.kv_shape(layer)
         num_out, dim = config.num_heads * kv.head_dim, config.hidden_size
-        self.heads(f"{name}.q_proj", num_out, "heads")
+        num_queries = 2 * num_out if self.traits.has_output_gate else num_out
+        self.heads(f"{name}.q_proj", num_queries, "heads")
         owns_kv = config.kv_layer(layer) == layer
         if owns_kv:
             axis = KVHeads(kv.num_heads)

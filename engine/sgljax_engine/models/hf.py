@@ -12,6 +12,7 @@ from typing import Any
 from sgljax_engine.errors import InvalidConfigError, UnsupportedModelError
 from sgljax_engine.model_config import (
     AttentionConfig,
+    LinearAttentionConfig,
     Llama3Scaling,
     ModelConfig,
     MoEConfig,
@@ -48,7 +49,7 @@ _ROPE_FIELDS: dict[str, tuple[str, ...]] = {
 
 _PLAIN_ATTENTION = AttentionConfig()
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 """The entries of `layer_types`."""
 
 
@@ -114,20 +115,29 @@ def sliding_layers(hf: HfConfig, pattern: int) -> tuple[bool, ...]:
         UnsupportedModelError: for another type of layer.
         InvalidConfigError: when the number of types differs from that of layers.
     """
+    return _layers_of_kind(hf, SLIDING, pattern)
+
+
+def linear_layers(hf: HfConfig, pattern: int) -> tuple[bool, ...]:
+    """Whether each layer has linear attention; arguments and errors are as of `sliding_layers`."""
+    return _layers_of_kind(hf, LINEAR, pattern)
+
+
+def _layers_of_kind(hf: HfConfig, kind: str, pattern: int) -> tuple[bool, ...]:
     num_layers = require(hf, "num_hidden_layers")
     kinds = hf.get("layer_types")
     if kinds is None:
         return tuple((i + 1) % pattern != 0 for i in range(num_layers))
-    unknown = set(kinds) - {SLIDING, FULL}
+    unknown = set(kinds) - {kind, FULL}
     if unknown:
         raise UnsupportedModelError(
-            f"layer_types {sorted(unknown)[0]!r} is not supported, only {SLIDING!r} and {FULL!r}"
+            f"layer_types {sorted(unknown)[0]!r} is not supported, only {kind!r} and {FULL!r}"
         )
     if len(kinds) != num_layers:
         raise InvalidConfigError(
             f"layer_types must name num_hidden_layers ({num_layers}) types, got {len(kinds)}"
         )
-    return tuple(kind == SLIDING for kind in kinds)
+    return tuple(each == kind for each in kinds)
 
 
 def read_rope(hf: HfConfig, default_theta: float | None = None) -> RopeConfig:
@@ -196,6 +206,7 @@ def dense_config(
     per_layer_input_size: int = 0,
     shared_kv_intermediate_size: int | None = None,
     moe: MoEConfig | None = None,
+    linear_attention: LinearAttentionConfig | None = None,
 ) -> ModelConfig:
     """Builds the config from the fields that all models name alike, and those given.
 
@@ -223,6 +234,7 @@ def dense_config(
         per_layer_input_size=per_layer_input_size,
         shared_kv_intermediate_size=shared_kv_intermediate_size,
         moe=moe,
+        linear_attention=linear_attention,
     )
 
 

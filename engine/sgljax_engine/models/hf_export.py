@@ -51,9 +51,17 @@ def to_hf_tensors(
         if specs[name].kind is ParamKind.EXPERTS:
             for expert in range(tensor.shape[0]):
                 tensors[expert_name(name, expert)] = _expert(tensor, expert)
+        elif specs[name].kind is ParamKind.RECURRENT and len(tensor.shape) > 1:
+            tensors[name] = _depthwise(tensor)
         else:
             tensors[name] = tensor
     return tensors
+
+
+def _depthwise(tensor: HfTensor) -> HfTensor:
+    """A convolution's weight with the axis of its only input."""
+    channels, width = tensor.shape
+    return HfTensor((channels, 1, width), tensor.dtype, lambda: tensor.load()[:, None])
 
 
 def _expert(stack: HfTensor, expert: int) -> HfTensor:

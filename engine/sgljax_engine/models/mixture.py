@@ -41,7 +41,23 @@ def mixture_specs(
         else:
             shape, axes = widening, (EXPERTS_AXIS, None, "mlp")
         specs[name] = ParamSpec(shape, ParamKind.EXPERTS, axes, name)
+    if moe.shared_size:
+        specs |= _shared_specs(f"{prefix}shared_expert", hidden_size, moe.shared_size)
     return specs
+
+
+def _shared_specs(name: str, hidden_size: int, size: int) -> dict[str, ParamSpec]:
+    """The parameters of the expert of all tokens, and of its gate."""
+    shapes: dict[str, tuple[tuple[int, int], tuple[str | None, str | None]]] = {
+        f"{name}.gate_proj.weight": ((hidden_size, size), (None, "mlp")),
+        f"{name}.up_proj.weight": ((hidden_size, size), (None, "mlp")),
+        f"{name}.down_proj.weight": ((size, hidden_size), ("mlp", None)),
+        f"{name}_gate.weight": ((hidden_size, 1), (None, None)),
+    }
+    return {
+        name: ParamSpec(shape, ParamKind.LINEAR, axes, name)
+        for name, (shape, axes) in shapes.items()
+    }
 
 
 def mixture(

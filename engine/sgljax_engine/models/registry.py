@@ -9,7 +9,7 @@ from typing import Any
 
 from sgljax_engine.errors import UnsupportedModelError
 from sgljax_engine.model_config import ModelConfig
-from sgljax_engine.models import gemma, gemma4, llama, qwen
+from sgljax_engine.models import gemma, gemma4, llama, qwen, qwen_hybrid
 from sgljax_engine.models.hf import as_ids
 from sgljax_engine.models.spec import ModelDefinition
 from sgljax_engine.weights.hf_json import read_generation_config, read_json
@@ -26,6 +26,11 @@ MODELS: dict[str, ModelDefinition] = {
     "MistralForCausalLM": llama.MISTRAL,
     "Qwen2ForCausalLM": qwen.QWEN2,
     "Qwen3ForCausalLM": qwen.QWEN3,
+    "Qwen3NextForCausalLM": qwen_hybrid.QWEN3_NEXT,
+    "Qwen3_5ForCausalLM": qwen_hybrid.QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": qwen_hybrid.QWEN3_5_MULTIMODAL,
+    "Qwen3_5MoeForCausalLM": qwen_hybrid.QWEN3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": qwen_hybrid.QWEN3_5_MOE_MULTIMODAL,
     "Qwen3MoeForCausalLM": qwen.QWEN3_MOE,
 }
 

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from sgljax_engine.attention.base import AttentionOptions, Projections
 from sgljax_engine.cache.contiguous_kv import DecodeCache
 from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.cache.layer_states import LayerState, VerifyState
 from sgljax_engine.layers.basic import Layout
+from sgljax_engine.layers.delta_net import NetInputs
 from sgljax_engine.layers.kernels import Kernels, Options, Weight, XlaKernels
 from sgljax_engine.layers.tiles import Tokens
 from sgljax_engine.model_config import ModelConfig
@@ -23,7 +25,7 @@ Params = Mapping[str, jax.Array]
 NewKV = tuple[jax.Array, jax.Array]
 """Keys and values of the tokens of a pass, each [T, K, H]."""
 
-LayerCache = LayerKV | DecodeCache
+LayerCache = LayerKV | DecodeCache | LayerState | VerifyState
 """One layer's cache. Models only pass it on."""
 
 Attend = Callable[
@@ -67,6 +69,14 @@ class ProjectionAttend(NamedTuple):
         return self.attend(q, new, layer, options)
 
 
+Recur = Callable[[NetInputs, jax.Array, LayerCache | None], tuple[jax.Array, LayerCache]]
+"""`recur(inputs, conv_weight[C, W], layer_state) -> (out[T, V, d] float32, layer_state)`.
+
+The counterpart of `Attend` for gated delta nets: the caller decides where states live. The shape
+legend is that of `layers.delta_net`.
+"""
+
+
 class KVHeads(NamedTuple):
     """The logical axis of so many key or value heads, which may be fewer than the devices."""
 
@@ -97,6 +107,8 @@ class ParamKind(enum.Enum):
     BIAS = "bias"
     SCALE = "scale"
     """A factor of activations."""
+    RECURRENT = "recurrent"
+    """A small weight of a recurrence, which would amplify its rounding: always float32."""
 
     @property
     def is_projection(self) -> bool:
@@ -167,7 +179,8 @@ class Forward(NamedTuple):
 
     Attributes:
         hidden: [T, D].
-        kv: A cache for each of `ModelConfig.cached_layers`; None if it was given none.
+        kv: A cache for each of `ModelConfig.cached_layers`, then a state for each of its
+            `state_layers`; None if it was given none.
         routed: [T, num_layers * k] of `MoEConfig.id_dtype`, the experts of each token, as in
             `KVPages`; None unless `ModelContext.returns_routed`.
     """
@@ -184,9 +197,10 @@ class ModelDefinition(NamedTuple):
         config_from_hf: Builds the config from the contents of HF's config.json; refuses what is not
             implemented.
         param_specs: All parameters of a config, by Hugging Face's dotted names.
-        forward: (params, context, input_ids[T], positions[T], attend, kv, tokens, adapters[T]) ->
-            `Forward`. `tokens` says how tokens go through the layers. `adapters` holds the adapter
-            slot of each token, int32, -1 for none; None if no token has one.
+        forward: (params, context, input_ids[T], positions[T], attend, kv, tokens, adapters[T],
+            recur) -> `Forward`. `tokens` says how tokens go through the layers. `adapters` holds
+            the adapter slot of each token, int32, -1 for none; None if no token has one. `recur` is
+            None for models without recurrent states.
         logits: (params, context, hidden[T, D], adapters[T]) -> [T, V] float32.
     """
 
@@ -202,6 +216,7 @@ class ModelDefinition(NamedTuple):
             tuple[LayerCache, ...] | None,
             Tokens,
             jax.Array | None,
+            Recur | None,
         ],
         Forward,
     ]
@@ -217,9 +232,12 @@ class ModelDefinition(NamedTuple):
         kv: tuple[LayerCache, ...] | None,
         tokens: Tokens,
         adapters: jax.Array | None = None,
+        recur: Recur | None = None,
     ) -> tuple[jax.Array, Forward]:
         """Runs `forward`, and computes the logits [T, V] of all its tokens."""
-        out = self.forward(params, context, input_ids, positions, attend, kv, tokens, adapters)
+        out = self.forward(
+            params, context, input_ids, positions, attend, kv, tokens, adapters, recur
+        )
 
         def to_logits(args: tuple[jax.Array, jax.Array | None]) -> jax.Array:
             return self.logits(params, context, *args)

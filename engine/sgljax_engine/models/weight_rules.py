@@ -23,6 +23,7 @@ _BESIDE_TEXT = (
     "audio_tower",
     "embed_vision",
     "embed_audio",
+    "visual",
 )
 """Modules of a multimodal checkpoint beside its language model."""
 
@@ -60,6 +61,8 @@ def hf_rules(model_config: ModelConfig) -> tuple[Rule, ...]:
                 Rule(f"model.layers.{layer}.self_attn.{name}.weight", None)
                 for name in ("k_proj", "v_proj", "k_norm", "v_norm")
             )
+    if model_config.linear_attention is not None:  # layers that draft tokens
+        rules.append(Rule("mtp.**", None))
     if model_config.tie_word_embeddings:
         rules.append(Rule("lm_head.weight", None))
     if _multimodal(model_config.architecture) in MODELS:

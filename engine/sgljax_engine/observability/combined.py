@@ -32,6 +32,8 @@ _SUMS_OF_STATES = (
     "cached_kv_tokens",
     "total_kv_tokens",
     "held_window_tokens",
+    "free_state_slots",
+    "kept_states",
     "forward_ct_decode",
     "num_compiles",
     "compile_s",
@@ -58,6 +60,8 @@ def combine_memory(reports: Sequence[MemoryReport]) -> MemoryReport:
         "kv_tokens",
         "window_kv_tokens",
         "saved_window_bytes",
+        "state_bytes",
+        "state_slots",
         "program_bytes",
     )
     free = [report.free_bytes for report in reports]

@@ -125,6 +125,10 @@ class MemoryReport:
         window_kv_tokens: Tokens that the window pages of sliding layers hold; 0 if these layers
             have the same pages as the others.
         saved_window_bytes: Additional bytes for as many tokens without window pages.
+        state_bytes: Bytes of recurrent states: of their slots, and of the rows of a decode
+            dispatch, which works on copies.
+        state_slots: Slots of recurrent states, of running requests and of cached prefixes; 0 for
+            models without.
         rule: The rule that set `kv_tokens`: "num_kv_tokens", "mem_fraction_static", or
             "max_running_requests x max_model_len" if that fits.
         free_bytes: Free memory after the weights were loaded, on all devices, or on the host for
@@ -147,6 +151,8 @@ class MemoryReport:
     tp_size: int = 1
     window_kv_tokens: int = 0
     saved_window_bytes: int = 0
+    state_bytes: int = 0
+    state_slots: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,6 +180,9 @@ class EngineState:
         total_kv_tokens: Tokens that all pages hold.
         held_window_tokens: Tokens of the window pages that running requests need; 0 without window
             pages.
+        free_state_slots: Slots of recurrent states that requests could get; 0 for models without.
+        kept_states: Recurrent states that the prefix cache keeps; requests could get most of their
+            slots.
         is_kv_allocated: Whether the pages are allocated; False between `release_kv_cache` and the
             next dispatch, and while they sleep.
         weight_version: Version of the serving weights: 0 at first, incremented by every update.
@@ -203,6 +212,8 @@ class EngineState:
     cached_kv_tokens: int
     total_kv_tokens: int
     held_window_tokens: int
+    free_state_slots: int
+    kept_states: int
     is_kv_allocated: bool
     weight_version: int
     adapters: tuple[str, ...]

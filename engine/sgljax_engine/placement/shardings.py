@@ -33,12 +33,16 @@ from sgljax_engine.weights.specs import TargetSpec
 TENSOR_AXES = ("tp", "tp_copies", "tp_more_copies")
 """The tensor axis, and the further parts of a split one."""
 
-_NORMS = (ParamKind.NORM, ParamKind.OFFSET_NORM)
+_FLOAT32 = (ParamKind.NORM, ParamKind.OFFSET_NORM, ParamKind.RECURRENT)
 """Kinds of parameters that are always float32.
 
 Trainers also compute norms in float32, with weights that may be float32. Rounding these to bfloat16
 alone undoes the gain of computing in the trainer's dtype (docs/mismatch.md).
 """
+
+
+_QUANTIZED = ("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight")
+"""Endings of the names of projections that are quantised, in dense models."""
 
 
 _MeshAxes = str | tuple[str, ...] | None
@@ -80,6 +84,11 @@ class Placement(NamedTuple):
     def contiguous_kv_sharding(self, kv: KVShape) -> NamedSharding:
         """Sharding of `cache.contiguous_kv.LayerContiguousKV`."""
         return NamedSharding(self.mesh, PartitionSpec(None, None, self._kv_axes(kv.num_heads)))
+
+    @property
+    def state_shardings(self) -> tuple[NamedSharding, NamedSharding]:
+        """Shardings of a `LayerState`: inputs of the convolution everywhere, heads sharded."""
+        return self.replicated, NamedSharding(self.mesh, PartitionSpec(None, self._tensor_axes))
 
     def kv_copies(self, kv: KVShape) -> int:
         """Number of devices with the same kv heads of a layer, of those that share a weight."""
@@ -159,7 +168,7 @@ class Placement(NamedTuple):
             if form.is_packed:  # by one device
                 axes = []
             sharding = NamedSharding(self.mesh, PartitionSpec(*axes))
-            dtype = jnp.dtype(jnp.float32) if spec.kind in _NORMS else self.dtype
+            dtype = jnp.dtype(jnp.float32) if spec.kind in _FLOAT32 else self.dtype
             targets[name] = TargetSpec(spec.shape, dtype, form, sharding, spec.alias)
             if self.quantization is not None and is_quantized(name, spec):
                 targets |= self._quantized(name, targets[name], spec)
@@ -209,8 +218,11 @@ class Placement(NamedTuple):
 
 
 def is_quantized(name: str, spec: ParamSpec) -> bool:
-    """Whether `quantization` applies to a parameter: projections and tables that are multiplied."""
-    is_projection = spec.kind is ParamKind.LINEAR and name.endswith("_proj.weight")
+    """Whether `quantization` applies to a parameter: projections and tables that are multiplied.
+
+    Not to those that rates and decays of a recurrence are made from, which are small.
+    """
+    is_projection = spec.kind is ParamKind.LINEAR and name.endswith(_QUANTIZED)
     return is_projection or spec.kind is ParamKind.HEAD
 
 

@@ -122,6 +122,17 @@ def _split_tensor_axis(model: ModelConfig, tp_size: int) -> list[tuple[str, int]
 def check_divides(model: ModelConfig, tp_size: int) -> None:
     """Raises InvalidConfigError unless a model can be sharded over so many devices."""
     moe = model.moe
+    net = model.linear_attention
+    if net is not None and net.num_key_heads % tp_size:
+        raise InvalidConfigError(
+            f"linear_attention.num_key_heads must be a multiple of the size of the tensor axis "
+            f"({tp_size}), got {net.num_key_heads}"
+        )
+    if moe is not None and moe.shared_size % tp_size:
+        raise InvalidConfigError(
+            f"moe.shared_size must be a multiple of the size of the tensor axis ({tp_size}), got "
+            f"{moe.shared_size}"
+        )
     for name in (
         "num_heads",
         "vocab_size",

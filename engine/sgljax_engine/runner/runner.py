@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from sgljax_engine.cache.contiguous_kv import ContiguousShapes
-from sgljax_engine.cache.kv_pages import MakeZeros, zeros
+from sgljax_engine.cache.zeros import MakeZeros, zeros
 from sgljax_engine.errors import EngineError, EngineStepError, forget_locals
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.placement.shardings import Placement
@@ -23,7 +23,7 @@ from sgljax_engine.runner.batches.batch import (
     rows_above_smaller_bucket,
 )
 from sgljax_engine.runner.batches.drafts import build_draft_batch
-from sgljax_engine.runner.batches.page_ids import build_copies
+from sgljax_engine.runner.batches.page_ids import build_copies, build_state_copies
 from sgljax_engine.runner.batches.sampling import (
     build_logprob_batch,
     build_sampling_batch,
@@ -47,7 +47,14 @@ from sgljax_engine.runner.results import PendingDecode, PendingStep
 from sgljax_engine.runner.scorer import Scorer
 from sgljax_engine.speculation.costs import CostTable
 from sgljax_engine.speculation.plan import RowDrafts
-from sgljax_engine.types import PageCopy, PrefillChunk, PromptLogprobs, Request, SchedulerOutput
+from sgljax_engine.types import (
+    PageCopy,
+    PrefillChunk,
+    PromptLogprobs,
+    Request,
+    SchedulerOutput,
+    StateCopy,
+)
 from sgljax_engine.weights.adapters import AdapterSlots, empty_slots
 from sgljax_engine.weights.checks import checksums, differing
 from sgljax_engine.weights.plan import WeightPlanner
@@ -79,6 +86,7 @@ class ModelRunner:
         weights: Mapping[str, Any],
         num_pages: int,
         num_window_pages: int = 0,
+        num_state_slots: int = 0,
         shapes: BatchShapes,
         costs: CostTable | None = None,
         contiguous_shapes: Sequence[ContiguousShapes] | None,
@@ -95,6 +103,7 @@ class ModelRunner:
                 programs are only compiled.
             num_pages: KV pages in the pool.
             num_window_pages: Window pages, the null page included, see `cache.window`; 0 without.
+            num_state_slots: Slots of recurrent states; 0 without.
             shapes: Sizes of the batches.
             costs: Of steps with drafts; None without speculation.
             contiguous_shapes: Shapes of the rows that decode attention reads; None if it reads
@@ -118,6 +127,7 @@ class ModelRunner:
             placement=placement,
             num_pages=num_pages,
             num_window_pages=num_window_pages,
+            num_state_slots=num_state_slots,
             contiguous_shapes=contiguous_shapes,
             make_zeros=make_zeros,
         )
@@ -128,6 +138,7 @@ class ModelRunner:
             max_len=self.max_len,
             vocab_size=static.context.config.vocab_size,
             has_adapters=self.has_adapters,
+            shares=not self.has_states,
         )
         self.routed_reader = RoutedReader.make(self.run, static, num_pages)
 
@@ -166,6 +177,11 @@ class ModelRunner:
         return self._static.has_windows
 
     @property
+    def has_states(self) -> bool:
+        """Whether the model has recurrent states, so that batches say which slots."""
+        return self.model_config.linear_attention is not None
+
+    @property
     def has_adapters(self) -> bool:
         """Whether the engine has adapter slots, so that batches say which of them to use."""
         return self._static.context.lora_rank > 0
@@ -192,10 +208,16 @@ class ModelRunner:
             meanwhile()
             failures = self._score_prompts(to_score)
         scored_s = time.perf_counter()
+        if plan.early_copies:
+            self.copy_pages(plan.early_copies, plan.window_pages)
+        if plan.states is not None:
+            self.copy_states(plan.states.early)
         if plan.prefill:
             self.prefill(plan.prefill, plan.window_pages)
         if plan.copies:
             self.copy_pages(plan.copies, plan.window_pages)
+        if plan.states is not None:
+            self.copy_states(plan.states.late)
         if is_timed and plan.decode:
             self.kv_memory.check()
         prefilled_s = time.perf_counter()
@@ -244,6 +266,7 @@ class ModelRunner:
             page_size=self._static.page_size,
             table_width=self.shapes.table_width,
             has_adapters=self.has_adapters,
+            has_states=self.has_states,
             windows=windows,
         )
         for batch in batches:
@@ -258,6 +281,12 @@ class ModelRunner:
         args = build_copies(copies, max_copies=max_copies, num_pages=num_pages, windows=windows)
         self.run(ProgramCall("copy_pages", args))
 
+    def copy_states(self, copies: Sequence[StateCopy]) -> None:
+        """Dispatches copies of recurrent states; does not wait. No slot is source and target."""
+        size = self.shapes.batch_buckets[-1]
+        for start in range(0, len(copies), size):
+            self.run(ProgramCall("copy_states", build_state_copies(copies[start:], size)))
+
     def decode(self, output: SchedulerOutput) -> PendingDecode:
         """Dispatches the decode rows; does not wait for the device."""
         order = decode_order(output.decode, self._static.page_size)
@@ -268,6 +297,7 @@ class ModelRunner:
             buckets=self.shapes.batch_buckets,
             table_width=self.shapes.table_width,
             has_adapters=self.has_adapters,
+            has_states=self.has_states,
             windows=output.window_pages,
         )
         self.kv_memory.contiguous_slots.changed(output.started)

@@ -28,6 +28,7 @@ class Scorer:
         max_len: int,
         vocab_size: int,
         has_adapters: bool = False,
+        shares: bool = True,
     ) -> None:
         """Compiles nothing yet.
 
@@ -38,8 +39,11 @@ class Scorer:
             max_len: Tokens of the longest sequence.
             vocab_size: The model's vocabulary size.
             has_adapters: Whether the engine has adapter slots.
+            shares: Whether sequences with equal prefixes share blocks; not with recurrent states,
+                which pass from each block to the next.
         """
         self._has_adapters = has_adapters
+        self._shares = shares
         self._run = run
         self._block = token_block
         self._table_width = -(-max_len // token_block)
@@ -98,6 +102,7 @@ class Scorer:
             max_tokens=self._max_tokens,
             block=self._block,
             table_width=self._table_width,
+            shares=self._shares,
         )
 
     def _call(

@@ -106,6 +106,7 @@ def _rows(runner: ModelRunner, size: int, num_steps: int) -> tuple[Any, Any, tup
         buckets=[size],
         table_width=shapes.table_width,
         has_adapters=runner.has_adapters,
+        has_states=runner.has_states,
         windows=_null_windows(runner),
     )
     longest = runner.max_len if num_steps else 0

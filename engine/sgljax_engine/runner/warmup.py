@@ -10,7 +10,11 @@ import numpy as np
 from sgljax_engine.errors import CompileForbiddenError
 from sgljax_engine.observability.progress import ProgressListener, reporting
 from sgljax_engine.runner.batches.batch import empty_prefill_batch
-from sgljax_engine.runner.batches.page_ids import build_copies, no_windows
+from sgljax_engine.runner.batches.page_ids import (
+    build_copies,
+    build_state_copies,
+    no_windows,
+)
 from sgljax_engine.runner.batches.sampling import empty_table, table_buckets
 from sgljax_engine.runner.compile.compiled import ProgramCall
 from sgljax_engine.runner.runner import ModelRunner
@@ -63,6 +67,8 @@ class Warmup:
                     runner.costs.put(size, measure_costs(runner, size))
             windows = no_windows(kv_memory.num_pages) if self._runner.has_windows else None
             kv_memory.load_pages(kv_memory.save_pages([0], windows), [0], windows)
+            if runner.has_states:
+                kv_memory.load_states(kv_memory.save_states([0]))
         except BaseException:
             programs.is_sealed = was_sealed
             raise
@@ -110,6 +116,7 @@ def warm_calls(
             block=shapes.token_block,
             table_width=shapes.table_width,
             has_adapters=runner.has_adapters,
+            has_states=runner.has_states,
             has_windows=runner.has_windows,
         )
         yield ProgramCall("prefill", (batch,))
@@ -118,6 +125,8 @@ def warm_calls(
     max_copies, num_pages = shapes.batch_buckets[-1], runner.kv_memory.num_pages
     copies = build_copies([], max_copies=max_copies, num_pages=num_pages, windows=windows)
     yield ProgramCall("copy_pages", copies)
+    if runner.has_states:
+        yield ProgramCall("copy_states", build_state_copies([], max_copies))
     if runner.routed_reader is not None:
         yield runner.routed_reader.warm_call()
 

@@ -30,6 +30,7 @@ from sgljax_engine.scheduler.speculator import Speculator
 from sgljax_engine.scheduler.waiting import WaitingQueue
 from sgljax_engine.speculation.plan import TOKENS_PER_STEP
 from sgljax_engine.types import (
+    NO_STATE,
     FinishReason,
     PageCopy,
     PrefillChunk,
@@ -51,7 +52,7 @@ class _Prefill:
     Attributes:
         budget: Remaining tokens.
         num_tokens: Tokens taken, in whole blocks.
-        chunks, copies: What the device does.
+        chunks, copies, early_copies: What the device does.
         ends: Number of computed tokens that each request gets to.
     """
 
@@ -59,6 +60,7 @@ class _Prefill:
     num_tokens: int = 0
     chunks: list[PrefillChunk] = dataclasses.field(default_factory=list)
     copies: list[PageCopy] = dataclasses.field(default_factory=list)
+    early_copies: list[PageCopy] = dataclasses.field(default_factory=list)
     ends: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
@@ -230,6 +232,8 @@ class Scheduler:
             started=started,
             max_finished=self._max_finished(len(decode)),
             window_pages=None if self._pool.windows is None else self._pool.windows.of,
+            early_copies=plan.early_copies,
+            states=None if self._pool.states is None else self._pool.states.take_copies(),
         )
 
     def update(self, plan: SchedulerOutput, result: StepOutput) -> StepChanges:
@@ -348,7 +352,9 @@ class Scheduler:
     def _add_chunk(self, plan: _Prefill, request: Request) -> None:
         start = request.num_computed
         num_tokens = min(request.kv_len - start, plan.budget)
-        plan.chunks.append(PrefillChunk(request, start, num_tokens, tuple(request.pages)))
+        num_shared = self._pool.num_shared(request)
+        chunk = PrefillChunk(request, start, num_tokens, tuple(request.pages), num_shared)
+        plan.chunks.append(chunk)
         cost = -(-num_tokens // self._token_block) * self._token_block
         plan.budget -= cost
         plan.num_tokens += cost
@@ -377,17 +383,18 @@ class Scheduler:
                 available = self._pool.available_beside(prefix)
                 if prefix.tail is not None and now > available:
                     # The tail and a copy of it do not both fit: compute those tokens instead.
-                    prefix = prefix._replace(tail=None)
+                    prefix = self._pool.without_tail(request, prefix)
                     available = self._pool.available_beside(prefix)
                 has_room = max(now, expected) + reserved <= available
-            needs_prefill = prefix.num_tokens(self._pool.page_size) < request.kv_len
+            needs_prefill = self._pool.num_ready(prefix) < request.kv_len
             window_room -= self._pool.window_need(request)
-            has_room &= window_room >= 0
+            has_room &= window_room >= 0 and self._pool.has_free_state
             # Alone in the batch a request always starts: the engine refused it unless it fits.
             if (needs_prefill and plan.budget <= 0) or (self.running and not has_room):
                 self._pool.touch_prefix(request, prefix)
                 break
-            plan.copies.extend(self._pool.start(request, prefix, now))
+            copies = plan.early_copies if needs_prefill else plan.copies
+            copies.extend(self._pool.start(request, prefix, now))
             self.waiting.remove(request)
             request.status = RequestStatus.RUNNING
             reserved += max(expected - now, 0)
@@ -429,6 +436,7 @@ def _arrival(request: Request) -> int:
 def _take_pages(request: Request) -> None:
     """Clears a request's pages, which the pool has forgotten."""
     request.pages, request.num_computed, request.routed = array("i"), 0, None
+    request.state_slot = NO_STATE
 
 
 def _begins_stream(decode: Iterable[Request]) -> bool:

@@ -183,6 +183,9 @@ def _take_prefix(core: EngineCore) -> PrefixSnapshot | None:
         # Of many cached pages there are no keys of sliding layers, which a prefix ends with.
         logger.warning("include_kv: pages of sliding windows are not saved; they are computed anew")
         return None
+    if core.pool.states is not None:
+        logger.warning("include_kv: recurrent states are not saved; prefixes are computed anew")
+        return None
     if core.runner.routed_reader is not None:
         logger.warning(
             "include_kv: with enable_return_routed_experts=True pages are not saved; they are "
@@ -220,6 +223,9 @@ def _load_prefixes(core: EngineCore, prefix: PrefixCheckpoint) -> None:
     kv_memory = core.runner.kv_memory
     if core.pool.windows is not None:
         logger.warning("the checkpoint's KV pages are left out: this engine has sliding windows")
+        return
+    if core.pool.states is not None:
+        logger.warning("the checkpoint's KV pages are left out: this engine has recurrent states")
         return
     if core.runner.routed_reader is not None:
         logger.warning(

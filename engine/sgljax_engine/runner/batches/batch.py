@@ -31,7 +31,8 @@ class ForwardBatch(NamedTuple):
         blocks. adapters: [N] int32, the adapter slot of each block's request, -1 for none; None for
         an engine without adapters. window_slots, window_table: The same as slot_mapping and
         page_table for window pages, see `cache.window`; None without. Entries of pages without one
-        are negative.
+        are negative. state_slots: [N] int32, slot of the recurrent state of each block's request,
+        see `cache.states`; `NO_SLOT` for unused blocks. None for models without such states.
     """
 
     input_ids: jax.Array
@@ -42,6 +43,7 @@ class ForwardBatch(NamedTuple):
     adapters: jax.Array | None = None
     window_slots: jax.Array | None = None
     window_table: jax.Array | None = None
+    state_slots: jax.Array | None = None
 
 
 class DecodeBatch(NamedTuple):
@@ -52,7 +54,7 @@ class DecodeBatch(NamedTuple):
         take; 0 for padding rows. ends_at_limit: bool, whether the row reaches its max_new_tokens at
         `step_limits`. num_ready: Scalar int32, chunks of contiguous KV that match the pages
         already. adapters: int32, the adapter slot of each request, -1 for none; None for an engine
-        without adapters. window_table: See `ForwardBatch`.
+        without adapters. window_table, state_slots: See `ForwardBatch`.
     """
 
     input_ids: jax.Array
@@ -63,6 +65,7 @@ class DecodeBatch(NamedTuple):
     num_ready: jax.Array
     adapters: jax.Array | None = None
     window_table: jax.Array | None = None
+    state_slots: jax.Array | None = None
 
 
 def pick_bucket(buckets: Sequence[int], size: int) -> int:
@@ -177,6 +180,7 @@ def build_prefill_batches(
     page_size: int,
     table_width: int,
     has_adapters: bool = False,
+    has_states: bool = False,
     windows: np.ndarray | None = None,
 ) -> list[ForwardBatch]:
     """Packs chunks block by block into one batch for each of `prefill_parts`, in order.
@@ -185,6 +189,8 @@ def build_prefill_batches(
     """
     num_tokens = sum(-(-chunk.num_tokens // block) for chunk in chunks) * block
     packed = _pack(chunks, num_tokens, block, page_size, table_width, has_adapters, windows)
+    if has_states:
+        packed = packed._replace(state_slots=_state_slots(chunks, block))
     batches, start = [], 0
     for count, bucket in prefill_parts(num_tokens, buckets, per_pass):
         batches.append(_cut(packed, start, count, bucket, block))
@@ -198,11 +204,21 @@ def empty_prefill_batch(
     block: int,
     table_width: int,
     has_adapters: bool = False,
+    has_states: bool = False,
     has_windows: bool = False,
 ) -> ForwardBatch:
     """A batch with a bucket's shapes and no tokens."""
     windows = np.zeros(1, np.int32) if has_windows else None
-    return _cut(_pack([], 0, block, 1, table_width, has_adapters, windows), 0, 0, bucket, block)
+    packed = _pack([], 0, block, 1, table_width, has_adapters, windows)
+    if has_states:
+        packed = packed._replace(state_slots=_state_slots([], block))
+    return _cut(packed, 0, 0, bucket, block)
+
+
+def _state_slots(chunks: Sequence[PrefillChunk], block: int) -> Any:
+    """The slot of each block's request, int32."""
+    counts = [-(-chunk.num_tokens // block) for chunk in chunks]
+    return np.repeat(np.array([chunk.request.state_slot for chunk in chunks], np.int32), counts)
 
 
 def _pack(
@@ -230,7 +246,8 @@ def _pack(
         at = np.arange(chunk.start, end, dtype=np.int32)
         positions[where] = at
         pages = np.asarray(chunk.pages, np.int32)
-        slot_mapping[where] = pages[at // page_size] * page_size + at % page_size
+        slots = pages[at // page_size] * page_size + at % page_size
+        slot_mapping[where] = np.where(at < chunk.num_shared, NO_SLOT, slots)
         page_table[row : row + count, : len(pages)] = pages
         ends = chunk.start + block * np.arange(1, count + 1)
         seq_lens[row : row + count] = np.minimum(ends, end)
@@ -262,6 +279,7 @@ def _cut(packed: ForwardBatch, start: int, count: int, bucket: int, block: int) 
         adapters=None if packed.adapters is None else cut(packed.adapters, block, NO_ADAPTER),
         window_slots=None if packed.window_slots is None else cut(packed.window_slots, 1, NO_SLOT),
         window_table=None if packed.window_table is None else cut(packed.window_table, block),
+        state_slots=None if packed.state_slots is None else cut(packed.state_slots, block, NO_SLOT),
     )
 
 
@@ -301,6 +319,7 @@ def build_decode_batch(
     buckets: Sequence[int],
     table_width: int,
     has_adapters: bool = False,
+    has_states: bool = False,
     windows: np.ndarray | None = None,
 ) -> DecodeBatch:
     """One row per request, padded to a batch bucket with rows that take no step."""
@@ -321,6 +340,10 @@ def build_decode_batch(
     if has_adapters:
         adapters = np.full(size, NO_ADAPTER, np.int32)
         adapters[used] = [request.adapter for request in requests]
+    states = None
+    if has_states:
+        states = np.full(size, NO_SLOT, np.int32)
+        states[used] = [request.state_slot for request in requests]
     table = None if windows is None else window_table(page_table, windows)
     num_ready = np.int32(0)
     arrays: Any = (
@@ -332,5 +355,6 @@ def build_decode_batch(
         num_ready,
         adapters,
         table,
+        states,
     )
     return DecodeBatch(*arrays)

@@ -50,7 +50,7 @@ class PackedScores(NamedTuple):
 
 class _Block(NamedTuple):
     parent: int
-    """-1 for the first of a sequence."""
+    """Negative for the first of a sequence: -1, or another number for each sequence."""
 
     depth: int
     tokens: tuple[int, ...]
@@ -64,6 +64,7 @@ def pack_scores(
     max_tokens: int,
     block: int,
     table_width: int,
+    shares: bool = True,
 ) -> Iterator[PackedScores]:
     """Packs sequences, in order, into as few batches as possible.
 
@@ -74,15 +75,16 @@ def pack_scores(
         max_tokens: Maximum size of a batch with several sequences; one of the buckets.
         block: Tokens of a block.
         table_width: Blocks of the longest sequence.
+        shares: Pack equal blocks once. If not, the blocks of a sequence are neighbours.
     """
-    packer = _Packer(block)
+    packer = _Packer(block, shares)
     paths: list[list[int]] = []
     first = 0
     for index, sequence in enumerate(sequences):
         if paths and (len(packer.blocks) + packer.num_new(sequence)) * block > max_tokens:
             part = slice(first, index)
             yield packer.build(sequences[part], starts[part], paths, buckets, table_width)
-            packer, paths, first = _Packer(block), [], index
+            packer, paths, first = _Packer(block, shares), [], index
         paths.append(packer.add(sequence))
     if paths:
         yield packer.build(sequences[first:], starts[first:], paths, buckets, table_width)
@@ -91,17 +93,23 @@ def pack_scores(
 class _Packer:
     """Blocks of one batch, parents before children."""
 
-    def __init__(self, block: int) -> None:
+    def __init__(self, block: int, shares: bool) -> None:
         self._block = block
+        self._shares = shares
         self.blocks: dict[_Block, int] = {}
 
     def _cut(self, sequence: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
         starts = range(0, len(sequence), self._block)
         return ((i, tuple(sequence[at : at + self._block])) for i, at in enumerate(starts))
 
+    @property
+    def _root(self) -> int:
+        """The parent of a sequence's first block, which no other has if nothing is shared."""
+        return -1 if self._shares else -1 - len(self.blocks)
+
     def num_new(self, sequence: Sequence[int]) -> int:
         """Number of blocks that adding a sequence would create."""
-        parent = -1
+        parent = self._root
         for depth, tokens in self._cut(sequence):
             found = self.blocks.get(_Block(parent, depth, tokens))
             if found is None:
@@ -111,7 +119,7 @@ class _Packer:
 
     def add(self, sequence: Sequence[int]) -> list[int]:
         """Returns the sequence's blocks, and creates the new ones."""
-        path, parent = [], -1
+        path, parent = [], self._root
         for depth, tokens in self._cut(sequence):
             parent = self.blocks.setdefault(_Block(parent, depth, tokens), len(self.blocks))
             path.append(parent)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sgljax_engine.types import PageCopy
+from sgljax_engine.types import PageCopy, StateCopy
 
 NO_SLOT = np.iinfo(np.int32).max
 """A slot, or page, beyond any pool: writes to it are dropped."""
@@ -44,6 +44,17 @@ def build_copies(
         sources.flat[: len(copies)], targets.flat[: len(copies)] = zip(*copies, strict=True)
     both = page_ids(sources, windows), page_ids(targets, windows)
     return *both, np.int32(-(-len(copies) // _COPY_GROUP))
+
+
+def build_state_copies(
+    copies: Sequence[StateCopy], size: int
+) -> tuple[np.ndarray, np.ndarray, np.int32]:
+    """Sources and targets [size] of the first copies, and their number, at most `size`."""
+    sources, targets = np.zeros((2, size), np.int32)
+    count = min(len(copies), size)
+    if count:
+        sources[:count], targets[:count] = zip(*copies[:count], strict=True)
+    return sources, targets, np.int32(count)
 
 
 def page_ids(pages: np.ndarray, windows: np.ndarray | None) -> PageIds:

@@ -84,6 +84,9 @@ _PROGRAMS = {
     "verify": _Program(verify.verify, ("weights", "kv"), ("kv", "result")),
     "read_pages": _Program(pages.read_pages, ("kv",), ("moved",)),
     "write_pages": _Program(pages.write_pages, ("kv", "moved"), ("kv",)),
+    "copy_states": _Program(pages.copy_states, ("kv",), ("kv",)),
+    "read_states": _Program(pages.read_states, ("kv",), ("result",)),
+    "write_states": _Program(pages.write_states, ("kv",), ("kv",)),
     "read_routed": _Program(pages.read_routed, ("kv",), ("result",)),
     "score": _Program(score.score, ("weights",), ("result",)),
 }
@@ -227,7 +230,7 @@ class ProgramCache:
             "weights": jax.tree.map(lambda x: x.sharding, state.weights),
             "kv": jax.tree.map(lambda x: x.sharding, state.kv),
             "contiguous_kv": jax.tree.map(lambda x: x.sharding, state.contiguous_kv),
-            "moved": jax.tree.map(lambda x: x.sharding, state.kv),
+            "moved": jax.tree.map(lambda x: x.sharding, state.kv._replace(states=())),
             "result": everywhere,
         }
         outputs = [placed[part] for part in program.gives]

@@ -14,11 +14,12 @@ import numpy as np
 from sgljax_engine.cache.contiguous_kv import ContiguousKV, ContiguousShapes, allocate_contiguous_kv
 from sgljax_engine.cache.kv_pages import (
     KVPages,
-    MakeZeros,
     PageLayout,
     allocate_kv_pages,
     routed_width,
 )
+from sgljax_engine.cache.layer_states import allocate_states
+from sgljax_engine.cache.zeros import MakeZeros
 from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.runner.batches.page_ids import page_ids
 from sgljax_engine.runner.compile.compiled import ProgramCache, ProgramCall, ProgramState, takes_kv
@@ -29,6 +30,10 @@ from sgljax_engine.runner.programs.context import ProgramContext
 
 logger = logging.getLogger(__name__)
 
+SavedStates = list[tuple[np.ndarray, Any]]
+"""Recurrent states on the host: the slots of each chunk, int32 [N], those beyond the pool padding,
+and the `HostArray`s of their states in each layer."""
+
 
 class KVMemory:
     """Pages and contiguous KV: allocates and frees their memory, and copies pages' contents.
@@ -36,6 +41,7 @@ class KVMemory:
     Attributes:
         num_pages: Pages in the pool.
         num_window_pages: Window pages; 0 without.
+        num_state_slots: Slots of recurrent states; 0 without.
         contiguous_kv: Copies of the pages of decode rows, for attention that reads those; else
             empty.
         contiguous_slots: The requests of these copies.
@@ -50,6 +56,7 @@ class KVMemory:
         placement: Placement,
         num_pages: int,
         num_window_pages: int,
+        num_state_slots: int,
         contiguous_shapes: Sequence[ContiguousShapes] | None,
         make_zeros: MakeZeros,
     ) -> None:
@@ -62,6 +69,7 @@ class KVMemory:
             num_pages: Pages in the pool.
             num_window_pages: Window pages, the null page included, see `cache.window`; 0
                 without.
+            num_state_slots: Slots of recurrent states; 0 without.
             contiguous_shapes: Shapes of contiguous KV in each cached layer; None if decode
                 attention reads pages.
             make_zeros: Makes the arrays.
@@ -75,6 +83,7 @@ class KVMemory:
         self._kv = KVPages()
         self.num_pages = num_pages
         self.num_window_pages = num_window_pages
+        self.num_state_slots = num_state_slots
         self.layouts: tuple[PageLayout, ...] = placement.page_layouts(
             static.context.config, static.heads_per_row
         )
@@ -195,6 +204,12 @@ class KVMemory:
             make_zeros=self._make_zeros,
         )
         routed = self._allocate_routed()
+        states = allocate_states(
+            self._static.context.config.linear_attention,
+            placement.state_shardings,
+            num_slots=self.num_state_slots,
+            make_zeros=self._make_zeros,
+        )
         contiguous: ContiguousKV = ()
         if self._contiguous_shapes is not None:
             contiguous = allocate_contiguous_kv(
@@ -204,7 +219,7 @@ class KVMemory:
                 make_zeros=self._make_zeros,
             )
         # Both or, if memory is short, none.
-        self.kv, self.contiguous_kv = KVPages(pages, routed), contiguous
+        self.kv, self.contiguous_kv = KVPages(pages, routed, states), contiguous
 
     def _allocate_routed(self) -> jax.Array | None:
         if not self._static.context.returns_routed:
@@ -244,6 +259,29 @@ class KVMemory:
                 saved must have none.
         """
         self._load_chunks(saved.only(pages, self.num_pages), windows)
+
+    def save_states(self, slots: Sequence[int]) -> SavedStates:
+        """Copies the recurrent states in these slots to the host; waits for it."""
+        return [
+            (ids, to_host(self.run(ProgramCall("read_states", (ids,)), {}), self._host_memory))
+            for ids in chunk_ids(slots, self._states_per_copy, self.num_state_slots)
+        ]
+
+    def load_states(self, saved: SavedStates) -> None:
+        """Restores states into their slots. A failure leaves no pages at all, nor states."""
+        self.take()
+        try:
+            for ids, contents in saved:
+                self.run(ProgramCall("write_states", (to_device(contents), ids)), {})
+            self.check()
+        except BaseException:
+            self.drop()
+            raise
+
+    @property
+    def _states_per_copy(self) -> int:
+        size = sum(array.nbytes for array in jax.tree.leaves(self.kv.states))
+        return chunk_size(size // self.num_state_slots, self.num_state_slots)
 
     def load_rows(
         self,
@@ -287,5 +325,6 @@ class KVMemory:
     @property
     def pages_per_copy(self) -> int:
         """Pages that are copied together, to the host or back; `is_allocated` must hold."""
-        size = sum(array.nbytes for array in jax.tree.leaves(self.kv)) // self.num_pages
+        pages = jax.tree.leaves(self.kv._replace(states=()))
+        size = sum(array.nbytes for array in pages) // self.num_pages
         return chunk_size(size, self.num_pages)

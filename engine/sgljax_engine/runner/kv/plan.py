@@ -17,6 +17,7 @@ from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.observability.metrics import MemoryReport
 from sgljax_engine.placement.shardings import Placement
+from sgljax_engine.runner.kv.state_plan import plan_states
 from sgljax_engine.runner.kv.window_plan import FITS, bytes_per_token, split_windows
 
 logger = logging.getLogger(__name__)
@@ -75,13 +76,17 @@ def plan_memory(
         if free < weights_bytes:
             raise InvalidConfigError(f"the weights take {weights_bytes} bytes; {free} are free")
         free -= weights_bytes
+    states = plan_states(model, config, placement, free)
     fitting = None if free is None else free // per_page
-    # What programs leave.
-    most = None if free is None else max(free - program_bytes, 0) // per_page
+    # What programs and recurrent states leave.
+    beside = program_bytes + states.num_bytes
+    most = None if free is None else max(free - beside, 0) // per_page
     if cache.num_kv_tokens is not None:
         rule, num_pages = "num_kv_tokens", cache.num_kv_tokens // cache.page_size
         if most is not None and num_pages > most:
             programs = f", of which programs need {program_bytes}" if program_bytes else ""
+            if states.num_bytes:
+                programs += f", and recurrent states {states.num_bytes}"
             raise InvalidConfigError(
                 f"num_kv_tokens {cache.num_kv_tokens} takes {num_pages * per_page} bytes; at most "
                 f"{most * cache.page_size} tokens fit the {free} bytes that are free{programs}"
@@ -90,12 +95,13 @@ def plan_memory(
         rule = FITS
         num_pages = config.scheduler.max_running_requests * -(-max_model_len // cache.page_size)
         if fitting is not None and most is not None:
-            affordable = _round_down(min(int(fitting * cache.mem_fraction_static), most))
+            budget = int(fitting * cache.mem_fraction_static) - -(-states.num_bytes // per_page)
+            affordable = _round_down(min(max(budget, 0), most))
             if affordable < 1:
                 raise InvalidConfigError(
                     f"mem_fraction_static {cache.mem_fraction_static} of the {free} bytes that "
                     f"are free does not hold one KV page of {per_page} bytes; all of them hold "
-                    f"{fitting}, and {most} beside the {program_bytes} bytes that programs need"
+                    f"{fitting}, and {most} beside the {beside} bytes that programs and states need"
                 )
             if affordable < num_pages:
                 rule, num_pages = "mem_fraction_static", affordable
@@ -115,7 +121,7 @@ def plan_memory(
         max_model_len,
         contiguous_kv=contiguous_kv,
         free_bytes=free,
-        kv_bytes=pools.kv_bytes,
+        kv_bytes=pools.kv_bytes + states.num_bytes,
         unshared_bytes=pools.kv_bytes + pools.saved_bytes,
     )
     num_window_pages = 0 if pools.windows is None else pools.windows.num_pages
@@ -126,6 +132,8 @@ def plan_memory(
         kv_tokens=pools.num_pages * cache.page_size,
         window_kv_tokens=num_window_pages * cache.page_size,
         saved_window_bytes=pools.saved_bytes,
+        state_bytes=states.num_bytes,
+        state_slots=states.num_slots,
         page_size=cache.page_size,
         rule=pools.rule,
         free_bytes=free,
@@ -143,6 +151,12 @@ def plan_memory(
         report.window_kv_tokens,
         report.contiguous_kv_bytes,
     )
+    if states.num_slots:
+        logger.info(
+            "recurrent states take %d bytes, for %d requests and cached prefixes",
+            states.num_bytes,
+            states.num_slots,
+        )
     return MemoryPlan(report, rows, pools.windows)
 
 

@@ -23,6 +23,7 @@ from sgljax_engine.cache.contiguous_kv import (
     gather_contiguous_kv,
 )
 from sgljax_engine.cache.kv_pages import KVPages, LayerKV, write_routed
+from sgljax_engine.cache.layer_states import LayerState, put_states, take_states
 from sgljax_engine.layers.tiles import Tiles, Together, tokens_in_tiles
 from sgljax_engine.models.spec import (
     Forward,
@@ -39,6 +40,7 @@ from sgljax_engine.runner.programs.attend import (
     slots_at,
 )
 from sgljax_engine.runner.programs.context import ProgramContext
+from sgljax_engine.runner.programs.recur import block_recur, row_recur
 from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch
 from sgljax_engine.sampling.sampler import Sampled, SamplingBatch, sample
 from sgljax_engine.sampling.table import SamplingTable, adjust_logits, record
@@ -110,22 +112,33 @@ def _prefill_pass(
         static.context.tile_widths,
         num_blocks * num_queries,
         num_used,
-        batch.slot_mapping != NO_SLOT if static.context.has_experts else None,
+        _is_used(batch, tables, static) if static.context.has_experts else None,
     )
     adapters = None if batch.adapters is None else jnp.repeat(batch.adapters, num_queries)
+    net = static.context.config.linear_attention
     out = static.model.forward(
         params,
         static.context,
         batch.input_ids,
         batch.positions,
         attend,
-        kv.layers,
+        (*kv.layers, *kv.states),
         tokens,
         adapters,
+        None if net is None else block_recur(net, tables, batch.state_slots),
     )
     assert out.kv is not None
-    layers, _ = _split_caches(out.kv)
-    return KVPages(layers, with_routed(kv.routed, out, pages.slots))
+    layers, _, states = _split_caches(out.kv)
+    return KVPages(layers, with_routed(kv.routed, out, pages.slots), states)
+
+
+def _is_used(batch: ForwardBatch, tables: BlockTables, static: ProgramContext) -> jax.Array:
+    """[T] bool, whether a token is one of a request."""
+    if static.context.config.linear_attention is None:
+        return batch.slot_mapping != NO_SLOT
+    # A token may be there for its state alone.
+    number = jnp.arange(tables.positions.shape[1], dtype=jnp.int32)
+    return (tables.positions[:, :1] + number[None] < tables.kv_lens[:, None]).reshape(-1)
 
 
 def with_routed(routed: jax.Array | None, out: Forward, slots: jax.Array) -> jax.Array | None:
@@ -159,7 +172,8 @@ def decode(
     """Generates up to `num_steps` tokens per row in one dispatch; donates `kv`, `contiguous_kv`.
 
     Ends early when no row can continue, or when `max_finished` rows have finished for good.
-    Attention reads `contiguous_kv` if it is not empty, else the pages.
+    Attention reads `contiguous_kv` if it is not empty, else the pages. Recurrent states of the rows
+    leave their slots for the time of the dispatch.
     """
     caches: tuple[LayerCache, ...] = kv.layers
     shared = None
@@ -172,6 +186,8 @@ def decode(
         )
         caches = tuple(DecodeCache(*both) for both in zip(kv.layers, contiguous_kv, strict=True))
         shared = shared_keys(rows.page_table, lens, static.page_size)
+    if rows.state_slots is not None:
+        caches = (*caches, *take_states(kv.states, rows.state_slots, rows.positions))
 
     def is_active(carry: _Carry) -> jax.Array:
         return (carry.step < rows.step_limits) & ~carry.output.stopped
@@ -226,8 +242,10 @@ def decode(
         output=empty_output(rows.input_ids.shape[0], static.max_steps, options.logprobs),
     )
     end = lax.while_loop(keep_going, body, start)
-    layers, contiguous_kv = _split_caches(end.caches)
-    return KVPages(layers, end.routed), contiguous_kv, end.output
+    layers, contiguous_kv, states = _split_caches(end.caches)
+    if rows.state_slots is not None:
+        states = put_states(kv.states, states, rows.state_slots)
+    return KVPages(layers, end.routed, states), contiguous_kv, end.output
 
 
 def _tables_of_layers(rows: DecodeBatch, static: ProgramContext) -> list[RowTable]:
@@ -241,9 +259,14 @@ def _tables_of_layers(rows: DecodeBatch, static: ProgramContext) -> list[RowTabl
 
 def _split_caches(
     caches: tuple[LayerCache, ...],
-) -> tuple[tuple[LayerKV, ...], ContiguousKV]:
-    pages = tuple(c.pages if isinstance(c, DecodeCache) else c for c in caches)
-    return pages, tuple(c.contiguous for c in caches if isinstance(c, DecodeCache))
+) -> tuple[tuple[LayerKV, ...], ContiguousKV, tuple[LayerState, ...]]:
+    states = tuple(c for c in caches if isinstance(c, LayerState))
+    pages = tuple(
+        c.pages if isinstance(c, DecodeCache) else c
+        for c in caches
+        if not isinstance(c, LayerState)
+    )
+    return pages, tuple(c.contiguous for c in caches if isinstance(c, DecodeCache)), states
 
 
 def _next_logits(
@@ -277,6 +300,7 @@ def _next_logits(
         attend = contiguous_attend(pages, active, shared)
     else:
         attend = decode_attend(static, pages)
+    net = static.context.config.linear_attention
     logits, out = static.model.token_logits(
         params,
         static.context,
@@ -286,6 +310,7 @@ def _next_logits(
         carry.caches,
         tokens,
         rows.adapters,
+        None if net is None else row_recur(net, active),
     )
     assert out.kv is not None
     return logits, out.kv, with_routed(carry.routed, out, pages.slots)

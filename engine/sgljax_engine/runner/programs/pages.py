@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgljax_engine.cache.kv_pages import KVPages, LayerKV
+from sgljax_engine.cache.layer_states import LayerState, put_states
 from sgljax_engine.runner.batches.page_ids import PageIds
 from sgljax_engine.runner.programs.context import ProgramContext
 
@@ -36,7 +37,7 @@ def copy_pages(
         def copy(pages: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
             return pages.at[targets[group]].set(pages[sources[group]], mode="drop")
 
-        return _each_layer(copy, kv, static, sources, targets)
+        return _each_layer(copy, kv, static, sources, targets)._replace(states=kv.states)
 
     return lax.fori_loop(0, num_groups, copy_group, kv)
 
@@ -45,7 +46,8 @@ def read_pages(kv: KVPages, page_ids: PageIds, *, static: ProgramContext) -> KVP
     """The contents of some pages, in the order of `page_ids`, int32 [N].
 
     They are returned as unsigned integers of the same bits, since numpy lacks some dtypes; of pages
-    beyond the pool, something. `kv` is not donated.
+    beyond the pool, something. Without recurrent states, which belong to no page. `kv` is not
+    donated.
     """
 
     def read(pages: jax.Array, ids: jax.Array) -> jax.Array:
@@ -72,7 +74,50 @@ def write_pages(
     routed = kv.routed
     if routed is not None and moved.routed is not None:
         routed = write(routed, page_ids.pages, moved.routed)
-    return KVPages(layers, routed)
+    return KVPages(layers, routed, kv.states)
+
+
+def copy_states(
+    kv: KVPages,
+    sources: jax.Array,
+    targets: jax.Array,
+    count: jax.Array,
+    *,
+    static: ProgramContext,
+) -> KVPages:
+    """Copies the first `count` recurrent states from slots `sources` to slots `targets`.
+
+    No slot may be both. `kv` is donated.
+
+    Shape: sources, targets: [G] int32; count: int32
+    """
+    del static
+
+    def copy(index: jax.Array, states: tuple[LayerState, ...]) -> tuple[LayerState, ...]:
+        def one(x: jax.Array) -> jax.Array:
+            found = lax.dynamic_index_in_dim(x, sources[index], keepdims=True)
+            return lax.dynamic_update_slice_in_dim(x, found, targets[index], axis=0)
+
+        return jax.tree.map(one, states)
+
+    return kv._replace(states=lax.fori_loop(0, count, copy, kv.states))
+
+
+def read_states(kv: KVPages, slots: jax.Array, *, static: ProgramContext) -> tuple[LayerState, ...]:
+    """The recurrent states in some slots [N], of which those beyond the pool give something.
+
+    `kv` is not donated.
+    """
+    del static
+    return jax.tree.map(lambda x: jnp.take(x, slots, axis=0, mode="clip"), kv.states)
+
+
+def write_states(
+    kv: KVPages, states: tuple[LayerState, ...], slots: jax.Array, *, static: ProgramContext
+) -> KVPages:
+    """Writes states to slots [N]; drops those of slots beyond the pool. `kv` is donated."""
+    del static
+    return kv._replace(states=put_states(kv.states, states, slots))
 
 
 def read_routed(kv: KVPages, pages: jax.Array, *, static: ProgramContext) -> jax.Array:

@@ -14,6 +14,7 @@ from sgljax_engine.models.spec import LayerCache, NewKV, Params
 from sgljax_engine.runner.batches.packing import ScoreBatch
 from sgljax_engine.runner.programs.attend import own_attend
 from sgljax_engine.runner.programs.context import ProgramContext
+from sgljax_engine.runner.programs.recur import block_recur
 from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch
 from sgljax_engine.sampling.sampler import map_logprobs
 
@@ -77,6 +78,7 @@ def score(
     in_passes = (per_pass,) if per_pass is not None and num_tokens > per_pass else ()
     is_used = _is_used(tables) if static.context.has_experts else None
     tokens = tokens_in_tiles(widths or in_passes, num_tokens, num_used, is_used)
+    net = static.context.config.linear_attention
     hidden = static.model.forward(
         params,
         static.context,
@@ -86,6 +88,7 @@ def score(
         None,
         tokens,
         _repeated(adapter, num_tokens),
+        None if net is None else block_recur(net, tables, None),
     ).hidden
 
     def score_tile(

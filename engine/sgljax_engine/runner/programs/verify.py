@@ -24,9 +24,10 @@ from jax import lax
 
 from sgljax_engine.attention.base import AttentionOptions, BlockTables, Projections
 from sgljax_engine.cache.kv_pages import KVPages, LayerKV
+from sgljax_engine.cache.layer_states import VerifyState, put_states, take_states, verify_state
 from sgljax_engine.config import TOKEN_BLOCK
 from sgljax_engine.layers.tiles import Tokens, tokens_in_tiles
-from sgljax_engine.models.spec import Attend, LayerCache, NewKV, Params, ProjectionAttend
+from sgljax_engine.models.spec import Attend, LayerCache, NewKV, Params, ProjectionAttend, Recur
 from sgljax_engine.runner.batches.batch import DecodeBatch
 from sgljax_engine.runner.batches.page_ids import NO_SLOT
 from sgljax_engine.runner.programs.attend import Pages, of_blocks, paged_attend, slots_at
@@ -51,6 +52,7 @@ from sgljax_engine.runner.programs.forward import (
     empty_output,
     with_routed,
 )
+from sgljax_engine.runner.programs.recur import accept, verify_recur
 from sgljax_engine.sampling.sampler import Sampled, SamplingBatch, sample
 from sgljax_engine.sampling.table import SamplingTable, adjust_logits, record
 
@@ -151,8 +153,14 @@ def verify(
         acceptance=drafts.acceptance,
         num_steps=jnp.zeros(len(widths), jnp.int32),
     )
+    caches: tuple[LayerCache, ...] = kv.layers
+    net = static.context.config.linear_attention
+    if net is not None and rows.state_slots is not None:
+        states = take_states(kv.states, rows.state_slots, rows.positions)
+        most = 1 + row_drafts(widths[-1], static.num_drafts)
+        caches = (*caches, *(verify_state(net, state, most) for state in states))
     start = _Carry(
-        caches=kv.layers,
+        caches=caches,
         routed=kv.routed,
         input_ids=rows.input_ids,
         table=options.table,
@@ -164,7 +172,11 @@ def verify(
     )
     end = lax.while_loop(keep_going, run.step, run.with_drafts(start))
     layers = tuple(layer for layer in end.caches if isinstance(layer, LayerKV))
-    return KVPages(layers, end.routed), end.out
+    states = kv.states
+    if rows.state_slots is not None:
+        new = tuple(layer.state for layer in end.caches if isinstance(layer, VerifyState))
+        states = put_states(states, new, rows.state_slots)
+    return KVPages(layers, end.routed, states), end.out
 
 
 class _Run(NamedTuple):
@@ -230,7 +242,11 @@ class _Run(NamedTuple):
                 passed,
             )
         found = self._accept(carry, packed, passed.sampled.token)
-        carry = carry._replace(caches=passed.caches, routed=passed.routed)
+        caches = tuple(
+            accept(layer, found.num_tokens) if isinstance(layer, VerifyState) else layer
+            for layer in passed.caches
+        )
+        carry = carry._replace(caches=caches, routed=passed.routed)
         return self.with_drafts(self._after(carry, packed, passed.sampled, found))
 
     def _pass(self, index: int, carry: _Carry, packed: _Packed, passed: _Passed) -> _Passed:
@@ -255,6 +271,7 @@ class _Run(NamedTuple):
             passed.caches,
             tokens_in_tiles(widths, width, num_used, is_used if has_experts else None),
             None if self.rows.adapters is None else self.rows.adapters[row],
+            self._recur(carry, packed, most),
         )
         assert out.kv is not None
         tokens = static.sampler_tokens(width, num_used)
@@ -326,6 +343,16 @@ class _Run(NamedTuple):
             return out[back], layer
 
         return ProjectionAttend(attend_blocks, from_projections), slots
+
+    def _recur(self, carry: _Carry, packed: _Packed, most: int) -> Recur | None:
+        """Recurrences over each row's tokens; None for models without."""
+        net = self.static.context.config.linear_attention
+        if net is None:
+            return None
+        number = jnp.arange(most, dtype=jnp.int32)
+        places = jnp.minimum(packed.starts[:, None] + number, len(packed.row) - 1)
+        lens = jnp.where(self.is_active(carry), 1 + carry.drafts.counts, 0)
+        return verify_recur(net, places, lens, packed.row * most + packed.place)
 
     def _sample(
         self,

@@ -1,0 +1,171 @@
+"""Who owns each slot of the pool of recurrent states. Host-only; no JAX.
+
+A running request of a model with recurrent layers owns one slot from its start until it ends or is
+retracted. Any other slot may be *kept* for the prefix cache: the state after a cached prefix, known
+by the last page of that prefix. A request that begins with the prefix goes on from a copy of it.
+Kept states go when their page does, or when a slot is needed: the one that was used the longest
+time ago. Engine thread only.
+
+A state that is kept while a dispatch is planned is *fresh*: the dispatch computes it in the slot of
+its request, and copies it behind the prefill.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from sgljax_engine.cache.allocator import PageAllocator
+from sgljax_engine.errors import EngineError
+from sgljax_engine.types import NO_STATE, Request, StateCopies, StateCopy
+
+
+class StateSlots:
+    """The slots, which requests have one, and which are kept."""
+
+    def __init__(self, num_slots: int) -> None:
+        """Starts with every slot free.
+
+        Args:
+            num_slots: Slots of the pool.
+        """
+        self._allocator = PageAllocator(num_slots)
+        self._forget_all()
+
+    def _forget_all(self) -> None:
+        self._kept: OrderedDict[int, int] = OrderedDict()
+        """Slots by the last page of their prefix, the one used last at the end."""
+        self._held: set[int] = set()
+        """Pages whose slots take part in copies that are not dispatched yet."""
+        self._fresh: dict[int, int] = {}
+        """Slots of the requests that compute fresh states, by page."""
+        self._copies = StateCopies([], [])
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the pool."""
+        return self._allocator.num_pages
+
+    @property
+    def num_available(self) -> int:
+        """Slots that a request could get now."""
+        return self._allocator.num_free + len(self._kept) - len(self._held)
+
+    @property
+    def num_kept(self) -> int:
+        """Slots that the prefix cache has."""
+        return len(self._kept)
+
+    @property
+    def used(self) -> list[int]:
+        """Slots whose contents may be read, ascending."""
+        return self._allocator.used
+
+    def is_kept(self, page: int, *, also_fresh: bool) -> bool:
+        """Whether the state after a prefix that ends in this page is kept.
+
+        Args:
+            page: The page.
+            also_fresh: Whether one will do that the planned prefill is to compute.
+        """
+        return page in self._kept and (also_fresh or page not in self._fresh)
+
+    # ------------------------------------------------------------------ requests
+
+    def start(self, request: Request, page: int | None, *, is_late: bool) -> None:
+        """Gives a request a slot.
+
+        Args:
+            request: The request.
+            page: Where its kept state is found; None if it begins with its first token.
+            is_late: Whether its state is not needed before the decode: it has nothing to prefill.
+
+        Raises:
+            EngineError: when no slot is available.
+        """
+        if page is None:
+            request.state_slot = self._allocate()
+            return
+        is_held, self._kept[page] = page in self._held, self._kept.pop(page)
+        self._held.add(page)
+        if self.num_available or is_held:
+            request.state_slot = self._allocate()
+            source = self._fresh.get(page, self._kept[page])
+            self._copies.of(is_late=is_late).append(StateCopy(source, request.state_slot))
+        else:  # the only slot there is
+            self._held.remove(page)
+            request.state_slot = self._kept.pop(page)
+
+    def release(self, request: Request, page: int | None) -> None:
+        """Takes the slot of a request, and keeps it if its state is of use.
+
+        Args:
+            request: The request.
+            page: The last page of the prefix that the request computed; None to free the slot.
+        """
+        slot, request.state_slot = request.state_slot, NO_STATE
+        if page is None or page in self._kept:
+            self._allocator.free([slot])
+        else:
+            self._kept[page] = slot
+
+    def keep(self, request: Request, page: int) -> None:
+        """Keeps a copy of the state that a request has after its planned prefill, if there is room.
+
+        Args:
+            request: The request.
+            page: The last page of the prefix that it computes.
+        """
+        if page in self._kept or not self.num_available:
+            return
+        slot = self._allocate()
+        self._kept[page] = slot
+        self._held.add(page)
+        self._fresh[page] = request.state_slot
+        self._copies.late.append(StateCopy(request.state_slot, slot))
+
+    def _allocate(self) -> int:
+        if not self._allocator.num_free and self.num_available:
+            page = next(page for page in self._kept if page not in self._held)
+            self._allocator.free([self._kept.pop(page)])
+        return self._allocator.allocate(1)[0]
+
+    # ------------------------------------------------------------------ the cache
+
+    def take_copies(self) -> StateCopies:
+        """The copies that the planned dispatch makes."""
+        copies, self._copies = self._copies, StateCopies([], [])
+        return copies
+
+    def settle(self) -> None:
+        """Notes that the copies are dispatched."""
+        self._held.clear()
+        self._fresh.clear()
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Frees the kept states of freed pages."""
+        for page in pages:
+            if page in self._kept:
+                if page in self._held:
+                    raise EngineError(f"KV page {page} is freed, but its state is being copied")
+                self._allocator.free([self._kept.pop(page)])
+
+    def forget_kept(self) -> None:
+        """Frees all kept states; no copy may wait to be dispatched."""
+        self.forget(list(self._kept))
+
+    def start_over(self) -> None:
+        """Frees every slot."""
+        self._allocator.start_over()
+        self._forget_all()
+
+    def check_integrity(self, running: Iterable[Request]) -> None:
+        """Raises EngineError unless requests and kept states have all used slots, one each."""
+        self._allocator.check_integrity()
+        owned = sorted([*(request.state_slot for request in running), *self._kept.values()])
+        if owned != self.used:
+            raise EngineError(
+                f"requests and the cache own the state slots {owned}, {self.used} are in use"
+            )
+        if not self._held <= self._kept.keys() or not self._fresh.keys() <= self._held:
+            raise EngineError("a state that is copied is not kept")

@@ -1,0 +1,186 @@
+"""How recurrent layers of a pass reach their states: in slots, in rows, or only in the batch.
+
+The counterpart of `attend.py`. Prefill and scoring take blocks of tokens of one request, in order;
+decode takes one token a row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sgljax_engine.attention.base import BlockTables
+from sgljax_engine.cache.layer_states import LayerState, VerifyState, state_shapes
+from sgljax_engine.layers import delta_net
+from sgljax_engine.layers.delta_net import NetInputs
+from sgljax_engine.model_config import LinearAttentionConfig
+from sgljax_engine.models.spec import LayerCache, Recur
+from sgljax_engine.runner.batches.page_ids import NO_SLOT
+
+
+class _Blocks(NamedTuple):
+    """Where the blocks of a pass begin, and whose they are.
+
+    Shape (all [N]): firsts: int32, position of the first token. lens: int32, number of tokens; 0
+        for unused blocks, which are last. slots: int32. continues: bool, whether the block goes on
+        where the block before ends.
+    """
+
+    firsts: jax.Array
+    lens: jax.Array
+    slots: jax.Array
+    continues: jax.Array
+
+
+def block_recur(net: LinearAttentionConfig, tables: BlockTables, slots: jax.Array | None) -> Recur:
+    """A `recur` of blocks.
+
+    Args:
+        net: Sizes of the layers.
+        tables: The blocks; `page_table` is ignored.
+        slots: [N] int32, the slot of each block's request. None for sequences one after another
+            without slots: then states live only in the batch.
+    """
+    firsts = tables.positions[:, 0]
+    lens = jnp.clip(tables.kv_lens - firsts, 0, tables.positions.shape[1])
+    lens = jnp.where(tables.kv_lens > 0, lens, 0)
+    own = jnp.zeros_like(firsts) if slots is None else slots
+    before = jnp.concatenate([jnp.full(1, -1, jnp.int32), own[:-1]])
+    blocks = _Blocks(firsts, lens, own, (own == before) & (firsts > 0))
+
+    def recur(
+        inputs: NetInputs, weight: jax.Array, layer: LayerCache | None
+    ) -> tuple[jax.Array, LayerCache]:
+        if layer is None:
+            layer = LayerState(*(jnp.zeros(s, jnp.float32) for s in state_shapes(net, 1)))
+        assert isinstance(layer, LayerState)
+        return _recur_blocks(net, blocks, inputs, weight, layer)
+
+    return recur
+
+
+def _recur_blocks(
+    net: LinearAttentionConfig,
+    blocks: _Blocks,
+    inputs: NetInputs,
+    weight: jax.Array,
+    layer: LayerState,
+) -> tuple[jax.Array, LayerState]:
+    count = blocks.lens.shape[0]
+    qkv, decay, rate = (x.reshape(count, -1, x.shape[-1]).astype(jnp.float32) for x in inputs)
+    size = qkv.shape[1]
+    is_token = (jnp.arange(size, dtype=jnp.int32)[None] < blocks.lens[:, None])[..., None]
+    window, conv = _windows(net, blocks, qkv, layer.conv)
+    heads = delta_net.split_heads(delta_net.convolve(window, weight), *net.head_sizes)
+    decay, rate = (jnp.where(is_token, x, 0.0) for x in (decay, rate))
+    terms = delta_net.chunk_terms(heads, decay, rate)
+    last = layer.matrix.shape[0] - 1
+
+    def one_block(
+        index: jax.Array, carry: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        matrix, out = carry
+        slot = jnp.minimum(blocks.slots[index], last)
+        state = lax.dynamic_index_in_dim(matrix, slot, keepdims=False)
+        state = jnp.where(blocks.firsts[index] == 0, 0.0, state)
+        own = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), terms)
+        state, found = delta_net.chunk_step(state, own)
+        matrix = lax.dynamic_update_index_in_dim(matrix, state, slot, 0)
+        return matrix, lax.dynamic_update_index_in_dim(out, found, index, 0)
+
+    out = jnp.zeros((count, size, net.num_value_heads, net.value_dim), jnp.float32)
+    num_used = jnp.sum(blocks.lens > 0, dtype=jnp.int32)
+    matrix, out = lax.fori_loop(0, num_used, one_block, (layer.matrix, out))
+    return out.reshape(count * size, *out.shape[2:]), LayerState(conv, matrix)
+
+
+def _windows(
+    net: LinearAttentionConfig, blocks: _Blocks, qkv: jax.Array, conv: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """What the convolution of each block reads, [N, W - 1 + T, C], and the new last inputs."""
+    num_before = net.conv_size - 1
+    saved = jnp.take(conv, blocks.slots, axis=0, mode="clip")
+    saved = jnp.where((blocks.firsts == 0)[:, None, None], 0.0, saved)
+    ends = qkv[:, qkv.shape[1] - num_before :]
+    ends = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
+    before = jnp.where(blocks.continues[:, None, None], ends, saved)
+    window = jnp.concatenate([before, qkv], axis=1)
+    places = blocks.lens[:, None] + jnp.arange(num_before, dtype=jnp.int32)[None]
+    new = jnp.take_along_axis(window, places[..., None], axis=1)
+    is_last = ~jnp.concatenate([blocks.continues[1:], jnp.zeros(1, bool)]) & (blocks.lens > 0)
+    return window, conv.at[jnp.where(is_last, blocks.slots, NO_SLOT)].set(new, mode="drop")
+
+
+def row_recur(net: LinearAttentionConfig, active: jax.Array) -> Recur:
+    """A `recur` of one token a row, whose state is that of the row; other rows keep theirs.
+
+    Args:
+        net: Sizes of the layers.
+        active: [B] bool, rows that take the token.
+    """
+
+    def recur(
+        inputs: NetInputs, weight: jax.Array, layer: LayerCache | None
+    ) -> tuple[jax.Array, LayerCache]:
+        assert isinstance(layer, LayerState)
+        new = inputs.qkv.astype(jnp.float32)[:, None]
+        window = jnp.concatenate([layer.conv, new], axis=1)
+        heads = delta_net.split_heads(delta_net.convolve(window, weight)[:, 0], *net.head_sizes)
+        matrix, out = delta_net.step(layer.matrix, heads, inputs.decay, inputs.rate)
+
+        def kept(new: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(active.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+        return out, LayerState(kept(window[:, 1:], layer.conv), kept(matrix, layer.matrix))
+
+    return recur
+
+
+def verify_recur(
+    net: LinearAttentionConfig, places: jax.Array, lens: jax.Array, back: jax.Array
+) -> Recur:
+    """A `recur` of a few tokens a row, of which `accept` takes in the first ones later.
+
+    Args:
+        net: Sizes of the layers.
+        places: [B, W] int32, index among the pass's tokens of each row's.
+        lens: [B] int32, tokens of each row; the rest of `places` is anything.
+        back: [T] int32, for each of the pass's tokens its index in `places`, flat.
+    """
+
+    def recur(
+        inputs: NetInputs, weight: jax.Array, layer: LayerCache | None
+    ) -> tuple[jax.Array, LayerCache]:
+        assert isinstance(layer, VerifyState)
+        qkv, decay, rate = (x[places].astype(jnp.float32) for x in inputs)
+        window = jnp.concatenate([layer.state.conv, qkv], axis=1)
+        heads = delta_net.split_heads(delta_net.convolve(window, weight), *net.head_sizes)
+        is_token = (jnp.arange(places.shape[1], dtype=jnp.int32)[None] < lens[:, None])[..., None]
+        decay, rate = (jnp.where(is_token, x, 0.0) for x in (decay, rate))
+        terms = delta_net.chunk_terms(heads, decay, rate)
+        out, change = jax.vmap(delta_net.chunk_outputs)(layer.state.matrix, terms)
+        size = places.shape[1]
+        new = VerifyState(
+            layer.state,
+            layer.window.at[:, : window.shape[1]].set(window),
+            layer.decay.at[:, :size].set(decay),
+            layer.k.at[:, :size].set(heads.k),
+            layer.change.at[:, :, :, :size].set(change),
+        )
+        return out.reshape(-1, *out.shape[2:])[back], new
+
+    return recur
+
+
+def accept(layer: VerifyState, counts: jax.Array) -> VerifyState:
+    """Takes the first `counts` [B] tokens of each row into its state."""
+    num_before = layer.state.conv.shape[1]
+    places = counts[:, None] + jnp.arange(num_before, dtype=jnp.int32)[None]
+    conv = jnp.take_along_axis(layer.window, places[..., None], axis=1)
+    matrix = jax.vmap(delta_net.take_in)(
+        layer.state.matrix, layer.k, layer.change, layer.decay, counts
+    )
+    return layer._replace(state=LayerState(conv, matrix))

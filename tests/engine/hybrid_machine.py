@@ -1,0 +1,20 @@
+"""The state machine of interruptions with recurrent states.
+
+`python -m tests.engine.hybrid_machine NUMBER` runs so many examples.
+"""
+
+from __future__ import annotations
+
+import sys
+import unittest
+
+from tests.engine import interrupt_model, test_interrupt_machine
+from tests.engine.models import HYBRID
+
+if __name__ == "__main__":
+    interrupt_model.use(HYBRID, num_state_slots=4)
+    subject = test_interrupt_machine.make_subject()
+    assert subject.engine._group.loops[0]._core.pool.states is not None
+    test = test_interrupt_machine.machine(int(sys.argv[1]))
+    result = unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(test))
+    sys.exit(not result.wasSuccessful())

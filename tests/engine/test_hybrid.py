@@ -1,0 +1,358 @@
+"""Models with recurrent states: their slots, and answers that nothing on the way changes.
+
+The answers are those of transformers (see tests/golden/hybrid_specs.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from sgljax_engine import (
+    Engine,
+    EngineConfig,
+    InvalidConfigError,
+    LoraRule,
+    SamplingParams,
+    load_model_config,
+    logical_rules,
+)
+from sgljax_engine.cache.layer_states import state_bytes
+from sgljax_engine.config import DRAFTERS
+from sgljax_engine.models.registry import get_model
+from sgljax_engine.models.spec import ParamKind
+from sgljax_engine.placement.submeshes import check_divides, place
+from sgljax_engine.runner.kv.state_plan import plan_states
+from tests.devices import run_python
+from tests.engine.exactness_checks import golden_prompts
+from tests.engine.interrupts import (
+    assert_idle,
+    results,
+    settle,
+    start_all,
+    update_in_flight,
+    wait_until,
+)
+from tests.engine.models import HYBRID, logical_weights, random_prompts, spread_weights
+from tests.engine.test_quantization import rounded, scores
+from tests.threads import gate_steps, running
+from tests.tiers import tiered
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+FOLDERS = sorted(
+    path.parent.name
+    for family in ("qwen3_next", "qwen3_5")
+    for path in GOLDEN.glob(f"{family}*/golden.npz")
+)
+FAST = ("qwen3_next_grouped", "qwen3_5_ratio_three_tied", "qwen3_5_moe_equal_heads")
+PARAMS = SamplingParams(temperature=0, max_new_tokens=64, ignore_eos=True)
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "page_size": 4,
+    "max_running_requests": 8,
+    "batch_buckets": (8,),
+    "token_buckets": (64,),
+    "chunked_prefill_size": 64,
+    "decode_steps": 4,
+}
+
+
+def make_engine(folder: Path, **options: Any) -> Engine:
+    return gate_steps(Engine(folder, **OPTIONS | options))
+
+
+@pytest.fixture(scope="module", params=tiered(FOLDERS, FAST))
+def folder(request):
+    return GOLDEN / request.param
+
+
+@pytest.fixture(scope="module")
+def golden(folder):
+    return np.load(folder / "golden.npz")
+
+
+@pytest.fixture(scope="module")
+def shared(folder):
+    with make_engine(folder) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared):
+    """With an empty cache; must be left awake and idle."""
+    shared.flush_cache()
+    yield shared
+    settle(shared)
+
+
+def check(golden, outputs):
+    """The answers to the golden's prompts."""
+    for i, output in enumerate(outputs):
+        assert output.output_ids == golden[f"greedy_{i}"].tolist(), i
+        np.testing.assert_allclose(output.logprobs, golden[f"greedy_logps_{i}"], atol=2e-4)
+
+
+def test_there_are_three_shapes_of_each_class():
+    names = [load_model_config(GOLDEN / name).architecture for name in FOLDERS]
+    for name in ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"):
+        assert names.count(name) >= 3
+
+
+class TestAnswers:
+    def test_alone(self, engine, golden):
+        with running():
+            outputs = [
+                engine.generate_requests([prompt], PARAMS)[0] for prompt in golden_prompts(golden)
+            ]
+        check(golden, outputs)
+
+    def test_four_samples(self, engine, golden):
+        prompt, params = golden_prompts(golden)[-1], dataclasses.replace(PARAMS, n=4)
+        last = int(golden["num_prompts"]) - 1
+        with running():
+            outputs = engine.generate_requests([prompt], params)
+        expected = golden[f"greedy_{last}"].tolist()
+        assert [output.output_ids for output in outputs] == [expected] * 4
+
+    def test_small_chunks_and_a_small_pool(self, folder, golden):
+        """Prompts in chunks of 16, and requests that are prefilled again with their answers."""
+        options: dict[str, Any] = {
+            "token_buckets": (16,),
+            "chunked_prefill_size": 16,
+            "num_kv_tokens": 160,
+            "init_new_token_ratio": 0.0,
+            "min_new_token_ratio": 0.0,
+        }
+        with make_engine(folder, **options) as engine, running():
+            check(golden, engine.generate_requests(golden_prompts(golden), PARAMS))
+            assert engine.get_internal_state().counters.num_retractions > 0
+            assert_idle(engine)
+
+    @pytest.mark.parametrize("drafter", DRAFTERS)
+    def test_drafts(self, folder, golden, drafter):
+        """Right and wrong ones; wrong ones leave no trace in the states."""
+        prompts, options = golden_prompts(golden), {"speculation": "always"}
+        with make_engine(folder, **options, speculative_drafters=(drafter,)) as engine, running():
+            for _ in range(2):
+                check(golden, engine.generate_requests(prompts, PARAMS))
+            params = dataclasses.replace(PARAMS, n=4)
+            outputs = engine.generate_requests(prompts[-1:], params)
+            counters = engine.get_internal_state().counters
+        last = int(golden["num_prompts"]) - 1
+        assert [each.output_ids for each in outputs] == [golden[f"greedy_{last}"].tolist()] * 4
+        assert counters.num_draft_tokens > 0
+        if drafter == "history":
+            assert counters.num_accepted_tokens > 0
+
+    @pytest.mark.parametrize("mode", ["retract", "in_place"])
+    def test_paused(self, engine, golden, mode):
+        calls = start_all(engine, golden_prompts(golden), PARAMS)
+        engine.pause_generation(mode)
+        engine.check_integrity()
+        state = engine.get_internal_state()
+        # Retracted requests leave their states to the prefix cache, which gives them up.
+        assert state.kept_states == (len(calls) if mode == "retract" else 0)
+        assert state.free_state_slots == 16 - (0 if mode == "retract" else len(calls))
+        engine.continue_generation()
+        check(golden, results(calls))
+
+    @pytest.mark.parametrize("preserve", [True, False])
+    def test_asleep_in_between(self, engine, golden, preserve):
+        calls = start_all(engine, golden_prompts(golden), PARAMS)
+        before = engine.get_internal_state().counters.num_retractions
+        engine.sleep(level=1, preserve_state=preserve)
+        state = engine.get_internal_state()
+        assert not state.is_kv_allocated
+        assert state.counters.num_retractions - before == (0 if preserve else len(calls))
+        engine.wake_up()
+        engine.check_integrity()
+        check(golden, results(calls))
+
+    @pytest.mark.parametrize("mode", ["retract", "in_place"])
+    def test_updated_in_flight_with_the_same_weights(self, engine, golden, folder, mode):
+        calls = start_all(engine, golden_prompts(golden), PARAMS)
+        update_in_flight(engine, load_file(folder / "model.safetensors"), mode=mode)
+        outputs = results(calls)
+        check(golden, outputs)
+        assert {len(set(output.token_weight_versions)) for output in outputs} == {2}
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A folder for tests of what does not depend on shapes."""
+    return GOLDEN / "qwen3_5_ratio_two"
+
+
+@pytest.fixture(scope="module")
+def scarce(small):
+    with make_engine(small, num_state_slots=2) as engine:
+        yield engine
+
+
+class TestSlots:
+    def test_no_more_requests_run_than_there_are_slots(self, scarce, small):
+        golden = np.load(small / "golden.npz")
+        with running():
+            check(golden, scarce.generate_requests(golden_prompts(golden), PARAMS))
+        counters = scarce.get_internal_state().counters
+        assert counters.max_decode_batch == 2
+        assert counters.num_retractions == 0
+        assert_idle(scarce)
+
+    def test_an_aborted_request_gives_its_slot_back(self, scarce, small):
+        prompts = golden_prompts(np.load(small / "golden.npz"))[:2]
+        calls = start_all(scarce, prompts, PARAMS)
+        assert scarce.get_internal_state().free_state_slots == 0
+        scarce.abort_request(abort_all=True)
+        assert [output.finish.type for output in results(calls)] == ["abort"] * 2
+        wait_until(scarce, lambda state: state.free_state_slots == 2)
+        assert scarce.flush_cache().success
+        assert scarce.release_kv_cache() > 0
+        golden = np.load(small / "golden.npz")
+        with running():  # in memory that was allocated anew
+            check(golden, scarce.generate_requests(golden_prompts(golden), PARAMS))
+
+    def test_they_are_in_the_report(self, scarce, small):
+        memory = scarce.get_internal_state().memory
+        config = load_model_config(small)
+        net = config.linear_attention
+        assert net is not None
+        per_slot = (
+            4
+            * sum(net.layers)
+            * (
+                (net.conv_size - 1) * net.num_channels
+                + net.num_value_heads * net.key_dim * net.value_dim
+            )
+        )
+        assert state_bytes(net) == per_slot
+        assert memory.state_slots == 2
+        # Of the eight rows that may decode together too.
+        assert memory.state_bytes == (2 + 8) * per_slot
+
+    def test_after_warmup_nothing_is_compiled(self, small):
+        golden = np.load(small / "golden.npz")
+        with make_engine(small, forbid_compile=True) as engine, running():
+            engine.warmup()
+            check(golden, engine.generate_requests(golden_prompts(golden), PARAMS))
+
+    def test_a_slot_count_that_does_not_fit(self, small):
+        with pytest.raises(InvalidConfigError, match="num_state_slots 1000000000000"):
+            Engine(small, **OPTIONS, num_state_slots=10**12)
+
+    def test_a_limited_memory_holds_fewer(self, small):
+        config = load_model_config(small)
+        net = config.linear_attention
+        found = {}
+        for free_bytes in (None, 4 << 20, 1 << 20, 1 << 18):
+            options = {"max_running_requests": 64, "mem_fraction_static": 0.5}
+            engine_config = EngineConfig.from_options(options)
+            placement = place(config, None, "float32").engines[0]
+            found[free_bytes] = plan_states(config, engine_config, placement, free_bytes)
+        assert found[None].num_slots == 128
+        for free_bytes, pool in found.items():
+            if free_bytes is not None:
+                assert free_bytes // 8 < pool.num_bytes <= free_bytes // 4
+        assert len({pool.num_slots for pool in found.values()}) == 4
+        with pytest.raises(InvalidConfigError, match="recurrent state of one request"):
+            plan_states(config, engine_config, placement, state_bytes(net))
+
+    def test_a_slot_count_for_a_model_without_states(self):
+        with pytest.raises(InvalidConfigError, match="num_state_slots must be None"):
+            Engine(GOLDEN / "llama_tied", **OPTIONS, num_state_slots=2)
+
+
+def test_deterministic_sampling_is_refused(small):
+    with pytest.raises(InvalidConfigError, match="enable_deterministic_sampling must be None"):
+        Engine(small, **OPTIONS, enable_deterministic_sampling=True)
+
+
+def test_int8_has_the_numbers_of_the_rounded_weights():
+    weights = spread_weights(HYBRID)
+    small, tokens = scores(HYBRID, weights, quantization="int8")
+    expected, expected_tokens = scores(HYBRID, rounded(HYBRID, weights))
+    assert tokens == expected_tokens
+    np.testing.assert_allclose(small, expected, atol=2e-4)
+    plain, _ = scores(HYBRID, weights)
+    assert np.abs(plain - expected).max() > 0.01
+
+
+class TestAdapters:
+    """Pairs of every kind of projection, kept apart, against the same added to the weights."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def outputs(cls):
+        weights, rules = logical_weights(HYBRID), list(logical_rules(HYBRID))
+        rng, pairs = np.random.default_rng(5), {}
+        for name, spec in get_model(HYBRID.architecture).param_specs(HYBRID).items():
+            projection = name.removesuffix(".weight")
+            if spec.kind is not ParamKind.LINEAR:
+                continue
+            num_in, num_out = spec.shape
+            pairs[f"{projection}.a"] = rng.normal(0, 0.3, (num_in, 4)).astype(np.float32)
+            pairs[f"{projection}.b"] = rng.normal(0, 0.3, (4, num_out)).astype(np.float32)
+            rules.append(LoraRule(name, f"{projection}.a", f"{projection}.b", 0.5))
+        assert any("in_proj_a" in name for name in pairs)
+        prompts, params = random_prompts(4, 3, 30), dataclasses.replace(PARAMS, max_new_tokens=16)
+        options: dict[str, Any] = {**OPTIONS, "model_config": HYBRID, "weights": weights}
+        options["weight_rules"] = logical_rules(HYBRID)
+        found = {}
+        with Engine(**options, max_loras=1, max_lora_rank=4) as engine:
+            engine.load_adapter("one", pairs, rules)
+            for lora in ("one", None):
+                found[lora] = engine.generate_requests(prompts, params, lora)
+                # The second time from the cache, where the adapter has prefixes of its own.
+                again = engine.generate_requests(prompts, params, lora)
+                assert [each.output_ids for each in again] == [
+                    each.output_ids for each in found[lora]
+                ]
+        with Engine(**options) as engine:
+            found["base"] = engine.generate_requests(prompts, params)
+            engine.update_weights(weights | pairs, rules)
+            found["merged"] = engine.generate_requests(prompts, params)
+        return found
+
+    @pytest.mark.parametrize(("lora", "whole"), [("one", "merged"), (None, "base")])
+    def test_they_are_as_if_merged(self, outputs, lora, whole):
+        for found, expected in zip(outputs[lora], outputs[whole], strict=True):
+            assert found.output_ids == expected.output_ids
+            np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=2e-4)
+
+    def test_they_change_answers(self, outputs):
+        assert [each.output_ids for each in outputs["base"]] != [
+            each.output_ids for each in outputs["merged"]
+        ]
+
+
+@pytest.mark.parametrize(
+    ("name", "tp_size", "named"),
+    [
+        ("qwen3_5_ratio_two", 4, "linear_attention.num_key_heads"),
+        ("qwen3_next_grouped", 8, "linear_attention.num_key_heads"),
+    ],
+)
+def test_heads_that_do_not_divide_are_refused(name, tp_size, named):
+    with pytest.raises(InvalidConfigError, match=rf"{named} must be a multiple .* \({tp_size}\)"):
+        check_divides(load_model_config(GOLDEN / name), tp_size)
+
+
+@pytest.mark.parametrize("case", ["grouped", pytest.param("ungrouped", marks=pytest.mark.slow)])
+def test_on_two_devices(case):
+    run_python("-W", "ignore", "-m", "tests.engine.hybrid_cases", case, num_devices=2)
+
+
+def test_random_weights(small):
+    """Every parameter has a value, and the decays are those of a net that forgets."""
+    config = load_model_config(small)
+    assert config.linear_attention is not None
+    with Engine(model_config=config, **OPTIONS) as engine:
+        (output,) = engine.generate_requests([[5, 6, 7]], PARAMS)
+    assert len(output.output_ids) == 64
+    specs = get_model(config.architecture).param_specs(config)
+    assert any(name.endswith("linear_attn.A_log") for name in specs)
