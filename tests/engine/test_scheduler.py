@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.cache.window import WindowPages, WindowSizes
-from sgljax_engine.config import SchedulerConfig
+from sgljax_engine.config import SCHEDULE_POLICIES, SchedulerConfig
 from sgljax_engine.errors import EngineError
 from sgljax_engine.sampling_params import SamplingParams
 from sgljax_engine.scheduler.policy import FIRST_STEPS, DispatchPacer
@@ -129,6 +129,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stream_interval=st.integers(1, 8),
         window=st.sampled_from([None, 1, 2, 5, 11]),
         spare=st.integers(0, 8),
+        policy=st.sampled_from(SCHEDULE_POLICIES),
         seed=st.integers(0, 2**16),
     )
     def start(
@@ -143,6 +144,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stream_interval,
         window,
         spare,
+        policy,
         seed,
     ):
         self.num_pages, self.max_running, self.budget = num_pages, max_running, budget
@@ -164,6 +166,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             stream_interval=stream_interval,
             init_new_token_ratio=ratio,
             min_new_token_ratio=0.0,
+            schedule_policy=policy,
         )
         self.device = FakeDevice(num_pages, page_size, random.Random(seed), windows)
         self.added: dict[str, Request] = {}
@@ -230,8 +233,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         output = self.scheduler.schedule()
         self.scheduler.check_integrity()
         check_output(output, self.scheduler, self.max_running, self.budget, self.page_size)
-        oldest = min(self.scheduler.requests(), key=lambda r: r.arrival)
-        assert oldest.status is RequestStatus.RUNNING, "the oldest request always runs"
+        started = [*self.scheduler.running, *self.scheduler.waiting.returned]
+        oldest = min(started, key=lambda r: r.arrival)
+        assert oldest.status is RequestStatus.RUNNING, "the oldest started request always runs"
         return output
 
     @precondition(lambda self: self.scheduler.has_work)
