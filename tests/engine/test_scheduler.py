@@ -290,6 +290,33 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
+def test_a_tail_without_its_window_page_is_no_prefix():
+    """Another request took the window page of a prompt's end; the prompt is computed again."""
+    machine = SchedulerMachine()
+    machine.start(
+        num_pages=7,
+        max_running=1,
+        steps=1,
+        budget=8,
+        page_size=16,
+        ratio=0.0,
+        is_sharing=True,
+        stream_interval=1,
+        window=1,
+        spare=0,
+        policy="longest_first",
+        seed=0,
+    )
+    machine.add_prompt([0] * 32, 1, 3)
+    for request in machine.scheduler.requests():
+        machine.scheduler.finish(request, FinishReason("abort"))
+        machine.finished.append(request.rid)
+    machine.add_prompt([0] * 2, 1, 2)
+    machine.add_prompt([0] * 14, 3, 4)
+    machine.add_prompt([0] * 32, 1, 1)
+    machine.teardown()
+
+
 def test_long_prompt_goes_in_chunks_of_the_budget():
     scheduler, _ = make_scheduler(num_pages=64, budget=16)
     request = make_request(0, num_prompt=50, max_new=1)

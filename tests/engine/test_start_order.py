@@ -102,6 +102,12 @@ class TestLongestFirst:
         waiting = queue_of(make_request(2, 0), make_request(3, 1))
         assert starts(order, waiting, running) == [3, 2]
 
+    def test_one_sample_of_each_unknown_prompt_is_tried_first(self):
+        order = LongestFirst(lengths_of(p0=[500]), 100)
+        running = [make_request(0, 3, num_tokens=1)]
+        waiting = queue_of(*(make_request(1 + i, key) for i, key in enumerate([0, 1, 1, 2, 2, 3])))
+        assert starts(order, waiting, running) == [2, 4, 1, 3, 5, 6]
+
     def test_tokens_so_far_and_the_limit_count(self):
         order = LongestFirst(lengths_of(p0=[100]), 100)
         waiting = queue_of(

@@ -105,12 +105,19 @@ class PagePool:
             request.tokens, num_tokens, space, known if sought is request else None
         )
         self._sought = request, handle
-        if self.windows is None or handle.num_pages == 0:
+        if self.windows is None:
             return handle
         pages, tail = handle.pages(), handle.tail
         if tail is not None and self.windows.is_usable([*pages, tail.page], num_tokens):
             return handle
         return handle.shortened(self.windows.usable(pages))
+
+    def without_tail(self, handle: PrefixHandle) -> PrefixHandle:
+        """The part of a prefix from which a request can continue without its tail."""
+        handle = handle._replace(tail=None)
+        if self.windows is None:
+            return handle
+        return handle.shortened(self.windows.usable(handle.pages()))
 
     def forget_prefix(self, request: Request) -> None:
         """Forgets the prefix found for a request that now runs, or is over."""

@@ -47,6 +47,11 @@ class AnswerLengths:
             mean = num_tokens if self._mean is None else self._mean
             self._mean = mean + (num_tokens - mean) * _MEAN_RATE
 
+    def is_known(self, prompt_key: int) -> bool:
+        """Whether an answer to the prompt has finished."""
+        with self._lock:
+            return prompt_key in self._lengths
+
     def expected(self, prompt_key: int, running: Sequence[int] = ()) -> float:
         """Expected output tokens of another sample of a prompt.
 

@@ -390,7 +390,9 @@ class Scheduler:
                 available = self._pool.available_beside(prefix)
                 if prefix.tail is not None and now > available:
                     # The tail and a copy of it do not both fit: compute those tokens instead.
-                    prefix = prefix._replace(tail=None)
+                    prefix = self._pool.without_tail(prefix)
+                    expected = self._expected_pages(request, prefix.num_pages)
+                    now = self._pages_to_start(request, prefix, num_steps)
                     available = self._pool.available_beside(prefix)
                 has_room = max(now, expected) + reserved <= available
             needs_prefill = prefix.num_tokens(self._pool.page_size) < request.kv_len

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -49,7 +49,10 @@ class FirstCome:
 
 
 class LongestFirst:
-    """The requests with the most expected tokens first; of equal ones, the oldest.
+    """The requests with the most expected tokens first.
+
+    One sample of each prompt of which nothing is known comes before: it tells how long the others
+    take. So do samples of different prompts that are expected to be equally long.
 
     Nobody waits for ever: when a request's start is `max_later` places later than in order of
     arrival, it is next. Of requests that are so late there is never more than one, since each start
@@ -94,17 +97,19 @@ class LongestFirst:
         siblings: defaultdict[int, list[int]] = defaultdict(list)
         for request in running:
             siblings[request.prompt_key].append(len(request.output_ids))
-        expected = {
-            key: self._lengths.expected(key, siblings.get(key, ()))
-            for key in {request.prompt_key for request in waiting.new}
-        }
-
-        def rank(request: Request) -> tuple[float, int]:
-            whole = expected[request.prompt_key]
-            left = expected_remaining(whole, len(request.output_ids), request.num_remaining)
-            return -left, request.arrival
-
-        return heapq.nsmallest(count, waiting.new, key=rank)
+        prompts = {request.prompt_key for request in waiting.new}
+        expected = {key: self._lengths.expected(key, siblings.get(key, ())) for key in prompts}
+        unknown = {key for key in prompts if not self._lengths.is_known(key)}
+        num_before = Counter({key: len(siblings.get(key, ())) for key in prompts})
+        ranks: list[tuple[bool, float, int, int, Request]] = []
+        for request in waiting.new:
+            key, num_tokens = request.prompt_key, len(request.output_ids)
+            is_probe = key in unknown and not num_before[key]
+            left = expected_remaining(expected[key], num_tokens, request.num_remaining)
+            # Arrivals differ, so that requests are never compared.
+            ranks.append((not is_probe, -left, num_before[key], request.arrival, request))
+            num_before[key] += 1
+        return [rank[-1] for rank in heapq.nsmallest(count, ranks)]
 
 
 def _next_left(request: Request, others: Iterator[Request], taken: set[str]) -> Request:
