@@ -26,7 +26,7 @@ LAYERS = (
     ("types",),
     ("cache", "checkpoint", "outputs"),
     ("attention", "processing", "scheduler"),
-    ("models",),
+    ("models", "simulation"),
     ("placement",),
     ("runner",),
     ("core",),
@@ -58,6 +58,7 @@ HOST_ONLY = (
     "cache.radix",
     "processing",
     "scheduler",
+    "simulation",
     "speculation",
     "weights.hf_json",
     "core.adapters",
@@ -159,7 +160,7 @@ def test_engine_never_imports_tunix():
 
 def test_adapter_uses_the_engines_public_names_only():
     public = set(importlib.import_module("sgljax_engine").__all__)
-    for part in ("aot", "server"):
+    for part in ("aot", "server", "simulation"):
         module = importlib.import_module(f"sgljax_engine.{part}")
         public |= {f"{part}.{name}" for name in module.__all__}
     for name, path in modules("tunix_sgljax").items():
