@@ -262,6 +262,8 @@ def test_exported_names():
         "AgenticGrpoLearner",
         "GrpoLearner",
         "MismatchReport",
+        "OverSampling",
+        "OverSamplingGrpoLearner",
         "Progress",
         "RLCluster",
         "SglJaxRollout",

@@ -49,7 +49,7 @@ class Sizes:
     num_rows: int = 32
     num_steps: int = 6
     prompt_tokens: int = 64
-    lengths: LognormalLengths = LognormalLengths(median=64, max_new_tokens=512)
+    lengths: LognormalLengths
     batches: tuple[int, ...] = (1, 4, 8, 16, 32)
 
     @property
@@ -57,6 +57,8 @@ class Sizes:
         """Tokens of the longest sequence."""
         return self.prompt_tokens + self.lengths.max_new_tokens + 16
 
+
+FULL = Sizes(lengths=LognormalLengths(median=64, max_new_tokens=512))
 
 QUICK = Sizes(
     model="tiny",
@@ -214,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measures and simulates."""
     parser = make_parser(__doc__, pairs=3)
     args = parser.parse_args(argv)
-    sizes = QUICK if args.quick else Sizes()
+    sizes = QUICK if args.quick else FULL
     engines = {
         policy: Engine(
             model_config=MODELS[sizes.model].config,

@@ -36,11 +36,12 @@ class Plan:
         num_samples: Samples of a group.
         num_rows: `max_running_requests`.
         schedule_policy: As in `SchedulerConfig`.
-        over_sampling: Groups that a step asks for, in multiples of `num_groups`.
+        over_sampling: Groups that a step asks for, in multiples of `num_groups`; at most 2 where
+            they are carried.
         unfinished: What happens to groups that a step does not wait for: "carry" goes on with them
             in the next step, "drop" throws them away.
-        max_age: Most weight updates that a carried group lives through; a step waits for groups
-            that may not be carried on.
+        max_age: Most weight updates that a carried group lives through, at least 1; a step waits
+            for groups that may not be carried on.
         num_prompts: Prompts of the data set, which steps go through in order, again and again.
         prompt_tokens: Tokens of a prompt.
         seed: Of the samples' lengths.
@@ -61,9 +62,12 @@ class Plan:
         """Raises InvalidConfigError naming the field."""
         for name in ("num_groups", "num_samples", "num_rows", "num_prompts", "prompt_tokens"):
             check_count(name, getattr(self, name))
-        check_count("max_age", self.max_age, 0)
-        if not 1 <= self.over_sampling <= 16:
-            raise InvalidConfigError(f"over_sampling must be in [1, 16], got {self.over_sampling}")
+        check_count("max_age", self.max_age)
+        most = 2 if self.unfinished == "carry" else 16
+        if not 1 <= self.over_sampling <= most:
+            raise InvalidConfigError(
+                f"over_sampling must be in [1, {most}], got {self.over_sampling}"
+            )
         if self.unfinished not in UNFINISHED:
             raise InvalidConfigError(
                 unknown_name_message("unfinished", self.unfinished, UNFINISHED)
