@@ -53,7 +53,7 @@ class LognormalLengths:
                 raise InvalidConfigError(f"{name} must be >= 0, got {getattr(self, name)}")
 
     def draw(self, prompt: int, count: int, rng: random.Random) -> list[int]:
-        """See `Lengths`."""
+        """Draws around the prompt's own median."""
         own = random.Random(f"{self.seed} {prompt}").gauss(0.0, self.prompt_sigma)
         middle = math.log(self.median) + own
         drawn = (rng.lognormvariate(middle, self.sample_sigma) for _ in range(count))
@@ -87,7 +87,7 @@ class RecordedLengths:
         self.max_new_tokens = max(max(group) for group in groups)
 
     def draw(self, prompt: int, count: int, rng: random.Random) -> list[int]:
-        """See `Lengths`; without repetition while there are enough."""
+        """Draws without repetition while there are enough."""
         known = self._groups[prompt % len(self._groups)]
         whole, rest = divmod(count, len(known))
         return known * whole + rng.sample(known, rest)
