@@ -61,6 +61,16 @@ _ACCELERATOR_ROWS = (1, 4, 16, 64, 256)
 
 TABLES = MappingProxyType(
     {
+        "cpu": StepTable(
+            source="a Qwen3 of 27 million parameters on two cores of an AMD EPYC, measured: "
+            "benchmarks/results/growth.md (steps by rows, keys by contexts); prefill as many "
+            "tokens in a step of 64 rows, and 0.5 ms of host a dispatch, assumed",
+            rows=(1, 4, 8, 16, 32, 64, 128, 256),
+            step_s=(2.17e-3, 2.91e-3, 3.62e-3, 3.88e-3, 5.37e-3, 10.2e-3, 20.7e-3, 44.7e-3),
+            key_s=1.76e-7,
+            prefill_token_s=1.6e-4,
+            dispatch_s=5e-4,
+        ),
         "v5e": StepTable(
             source="Qwen3-0.6B on one v5e: least times of the compiled programs, "
             "benchmarks/results/accelerators.md (1.19 GB of weights and 114,688 bytes a key at "
