@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.pool import PagePool
@@ -119,15 +119,22 @@ class _Group:
 class Simulation:
     """A training's rollouts on a simulated engine."""
 
-    def __init__(self, plan: Plan, lengths: Lengths, table: StepTable) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        lengths: Lengths,
+        table: StepTable,
+        watch: Callable[[float, int], None] = lambda now_s, num_rows: None,
+    ) -> None:
         """Starts with an idle engine that knows no lengths.
 
         Args:
             plan: How a step runs.
             lengths: Lengths of answers.
             table: Step times.
+            watch: Called after each dispatch with the clock in seconds and the rows decoded.
         """
-        self._plan, self._lengths = plan, lengths
+        self._plan, self._lengths, self._watch = plan, lengths, watch
         self._rng = random.Random(plan.seed)
         self._device = SimulatedDevice(table)
         self._params = SamplingParams(max_new_tokens=lengths.max_new_tokens)
@@ -168,6 +175,7 @@ class Simulation:
                 last_start_s = device.now_s
             changes = self._scheduler.update(dispatch, device.run(dispatch))
             row_s += device.last.row_s
+            self._watch(device.now_s, len(dispatch.decode))
             for request in changes.finished:
                 device.forget(request)
         seconds = device.now_s - start_s
