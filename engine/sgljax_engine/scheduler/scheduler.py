@@ -179,6 +179,11 @@ class Scheduler:
         return [*self.running, *self.waiting]
 
     @property
+    def max_running_requests(self) -> int:
+        """Rows of the largest batch."""
+        return self._config.max_running_requests
+
+    @property
     def num_started(self) -> int:
         """Number of requests that run, or ran and were retracted."""
         return len(self.running) + self.waiting.num_returned
