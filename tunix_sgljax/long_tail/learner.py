@@ -16,6 +16,7 @@ from tunix.rl.grpo import grpo_learner as tunix_grpo
 from sgljax_engine import InvalidConfigError
 from tunix_sgljax.in_flight.outputs import VersionedRolloutOutput
 from tunix_sgljax.in_flight.policy_versions import NO_VERSION, PolicyVersions
+from tunix_sgljax.in_flight.wrapping import require_sgljax_rollout
 from tunix_sgljax.long_tail.config import OverSampling
 from tunix_sgljax.long_tail.feed import ROW, PromptFeed
 from tunix_sgljax.long_tail.groups import GroupsInFlight, merge_columns, to_output
@@ -226,12 +227,7 @@ def _check_options(
     cluster: tunix_cluster.RLCluster, config: tunix_grpo.GRPOConfig, over_sampling: OverSampling
 ) -> SglJaxRollout:
     """Returns the cluster's rollout if all options are consistent."""
-    rollout = cluster.rollout
-    if not isinstance(rollout, SglJaxRollout):
-        raise InvalidConfigError(
-            "OverSamplingGrpoLearner needs a cluster whose rollout is a SglJaxRollout, got "
-            f"{type(rollout).__name__}"
-        )
+    rollout = require_sgljax_rollout(cluster, "OverSamplingGrpoLearner")
     if rollout.logprobs_mode == "trainer_match":
         raise InvalidConfigError(
             "over-sampling goes without logprobs_mode='trainer_match', which scores the samples of "
