@@ -27,6 +27,9 @@ from sgljax_engine import Engine, RequestOutput, SamplingParams
 from sgljax_engine.simulation import LognormalLengths, Plan, Simulation, StepTable
 from tunix_sgljax.bench.shapes import MODELS
 
+_MORE = 64
+"""Tokens behind a wanted length, among which is one that the answer has not had yet."""
+
 POLICIES = ("fcfs", "longest_first")
 
 
@@ -104,19 +107,27 @@ class Steps:
                 for length in sizes.lengths.draw(prompt, sizes.num_samples, rng)
             ]
             seeds = [step * len(wanted) + index for index in range(len(wanted))]
-            whole = engine.generate_requests(self.requests, [self._endless(seed) for seed in seeds])
+            whole = engine.generate_requests(
+                self.requests,
+                [
+                    self._endless(seed, min(length + _MORE, self.max_new_tokens))
+                    for seed, length in zip(seeds, wanted, strict=True)
+                ],
+            )
             ends = [_end(out.output_ids, length) for out, length in zip(whole, wanted, strict=True)]
             self._lengths.append([length for length, _ in ends])
             self._params.append(
                 [
-                    dataclasses.replace(self._endless(seed), stop_token_ids=(token,))
+                    dataclasses.replace(
+                        self._endless(seed, self.max_new_tokens), stop_token_ids=(token,)
+                    )
                     for seed, (_, token) in zip(seeds, ends, strict=True)
                 ]
             )
 
-    def _endless(self, seed: int) -> SamplingParams:
+    def _endless(self, seed: int, num_tokens: int) -> SamplingParams:
         return SamplingParams(
-            max_new_tokens=self.max_new_tokens, ignore_eos=True, seed=seed, temperature=1.0
+            max_new_tokens=num_tokens, ignore_eos=True, seed=seed, temperature=1.0
         )
 
     @property
@@ -215,8 +226,9 @@ def measure_table(engine: Engine, sizes: Sizes, repeats: int) -> StepTable:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and simulates."""
     parser = make_parser(__doc__, pairs=3)
+    parser.add_argument("--model", choices=("tiny", "small"), default="small")
     args = parser.parse_args(argv)
-    sizes = QUICK if args.quick else FULL
+    sizes = QUICK if args.quick else dataclasses.replace(FULL, model=args.model)
     engines = {
         policy: Engine(
             model_config=MODELS[sizes.model].config,
@@ -247,10 +259,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines = _table(found, simulated)
     content = {"runs_s": found, "simulated_s": simulated, "table": dataclasses.asdict(table)}
     write_results(
-        output_dir(args) / "long_tail.md",
+        output_dir(args) / f"long_tail_{sizes.model}.md",
         "A rollout with a long tail",
         "benchmarks/throughput/long_tail.py",
-        lines,
+        [
+            f"Model: {sizes.model}, {sizes.num_rows} rows, {len(steps.requests)} requests",
+            "",
+            *lines,
+        ],
         {"is_quick": args.quick, **content},
     )
     print(f"wrote {write_page(output_dir(args))}")
