@@ -26,7 +26,7 @@ LAYERS = (
     ("types",),
     ("cache", "checkpoint", "outputs"),
     ("attention", "processing", "scheduler"),
-    ("models",),
+    ("models", "simulation"),
     ("placement",),
     ("runner",),
     ("core",),
@@ -59,6 +59,7 @@ HOST_ONLY = (
     "cache.states",
     "processing",
     "scheduler",
+    "simulation",
     "speculation",
     "weights.hf_json",
     "core.adapters",
@@ -160,7 +161,7 @@ def test_engine_never_imports_tunix():
 
 def test_adapter_uses_the_engines_public_names_only():
     public = set(importlib.import_module("sgljax_engine").__all__)
-    for part in ("aot", "server"):
+    for part in ("aot", "server", "simulation"):
         module = importlib.import_module(f"sgljax_engine.{part}")
         public |= {f"{part}.{name}" for name in module.__all__}
     for name, path in modules("tunix_sgljax").items():
@@ -264,6 +265,8 @@ def test_exported_names():
         "AgenticGrpoLearner",
         "GrpoLearner",
         "MismatchReport",
+        "OverSampling",
+        "OverSamplingGrpoLearner",
         "Progress",
         "RLCluster",
         "SglJaxRollout",

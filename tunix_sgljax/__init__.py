@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tunix_sgljax.factory import GrpoLearner, RLCluster, create_sgljax_rollout
     from tunix_sgljax.in_flight.agentic import AgenticGrpoLearner
     from tunix_sgljax.in_flight.outputs import VersionedRolloutOutput
+    from tunix_sgljax.long_tail import OverSampling, OverSamplingGrpoLearner
     from tunix_sgljax.observability.progress import Progress
     from tunix_sgljax.observability.rollout_metrics import log_rollout_metrics
     from tunix_sgljax.observability.timeline import Timeline, record_timeline
@@ -24,6 +25,8 @@ _LAZY = {
     "AgenticGrpoLearner": "tunix_sgljax.in_flight.agentic",
     "GrpoLearner": "tunix_sgljax.factory",
     "MismatchReport": "tunix_sgljax.exactness.mismatch",
+    "OverSampling": "tunix_sgljax.long_tail",
+    "OverSamplingGrpoLearner": "tunix_sgljax.long_tail",
     "Progress": "tunix_sgljax.observability.progress",
     "RLCluster": "tunix_sgljax.factory",
     "SglJaxRollout": "tunix_sgljax.rollout",
@@ -39,6 +42,8 @@ __all__ = [
     "AgenticGrpoLearner",
     "GrpoLearner",
     "MismatchReport",
+    "OverSampling",
+    "OverSamplingGrpoLearner",
     "Progress",
     "RLCluster",
     "SglJaxRollout",

@@ -55,6 +55,8 @@ those called "per_layer" are Gemma 4's, and "in_proj" and "out_proj" those of ga
 
 SPECULATION = ("off", "auto", "always")
 
+SCHEDULE_POLICIES = ("fcfs", "longest_first")
+
 DRAFTERS = ("history", "siblings", "ngram")
 """Sources of draft tokens, in the order of preference for matches of one length."""
 
@@ -142,6 +144,9 @@ class SchedulerConfig:
             requests will use; admission keeps that many KV tokens free. In [0, 1].
         min_new_token_ratio: The value that the ratio decays to. In [0, init_new_token_ratio].
         new_token_ratio_decay: Subtracted from the ratio at each decode dispatch.
+        schedule_policy: Order in which waiting requests start: "fcfs", first come, first served, or
+            "longest_first", by the tokens that earlier answers to the same prompt and other samples
+            of it let expect. Samples are the same. See docs/performance.md.
     """
 
     max_running_requests: int = 256
@@ -152,6 +157,7 @@ class SchedulerConfig:
     init_new_token_ratio: float = 0.7
     min_new_token_ratio: float = 0.1
     new_token_ratio_decay: float = 0.01
+    schedule_policy: str = "fcfs"
 
     def __post_init__(self) -> None:
         """Raises InvalidConfigError naming the field."""
@@ -174,6 +180,12 @@ class SchedulerConfig:
         require(0 <= low <= init, "min_new_token_ratio", low, f"in [0, {init}]")
         decay = self.new_token_ratio_decay
         require(0 <= decay <= 1, "new_token_ratio_decay", decay, "in [0, 1]")
+        order = self.schedule_policy
+        require(isinstance(order, str), "schedule_policy", order, f"one of {SCHEDULE_POLICIES}")
+        if order not in SCHEDULE_POLICIES:
+            raise InvalidConfigError(
+                unknown_name_message("schedule_policy", order, SCHEDULE_POLICIES)
+            )
 
 
 def _dtype_name(dtype: Any) -> Any:

@@ -137,9 +137,9 @@ _WITHOUT_COUNTERPART = (
         "disable_precompile xla_backend",
     ),
     (
-        "requests are served first come, first served, and 'init_new_token_ratio' says how "
-        "much room a running one keeps",
-        "scheduling_policy schedule_policy schedule_conservativeness scheduler_delay_factor "
+        "'schedule_policy' says in which order requests start, and 'init_new_token_ratio' how much "
+        "room a running one keeps",
+        "scheduling_policy schedule_conservativeness scheduler_delay_factor "
         "max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold",
     ),
     (

@@ -181,7 +181,8 @@ def test_metrics_without_a_value_are_left_out():
     """Rates of a step in which nothing was generated, which are no zeros."""
     nothing = RolloutTotals(0.0, 0.0, EngineCounters(), 1000, 3)
     values = step_metrics(nothing, nothing)
-    rates = {"tokens_per_s", "cache_hit_rate", "kv_use", "time_to_first_token_s", "latency_s"}
+    rates = {"tokens_per_s", "cache_hit_rate", "kv_use", "idle_rows"}
+    rates |= {"time_to_first_token_s", "latency_s"}
     assert set(METRICS) - set(values) == rates | OF_DRAFTS
     assert values.pop("weight_version") == 3
     assert set(values.values()) == {0.0}

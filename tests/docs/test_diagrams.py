@@ -38,6 +38,15 @@ def test_every_picture_is_shown(drawn):
         assert f"(images/{path.name})" in pages
 
 
+def test_the_rows_of_a_step_are_up_to_date(tmp_path):
+    """The simulator's times are the same on every machine."""
+    script = runpy.run_path(str(DOCS / "make_long_tail_plot.py"))
+    script["main"].__globals__["IMAGE"] = tmp_path / "long_tail.svg"
+    script["main"]()
+    drawn = paths(tmp_path / "long_tail.svg")
+    assert drawn == paths(DOCS / "images/long_tail.svg"), "draw long_tail.svg again"
+
+
 @pytest.mark.slow
 def test_accepted_runs(tmp_path):
     """The picture of a policy's own answers is drawn; what is in it depends on the machine."""

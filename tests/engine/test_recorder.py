@@ -236,3 +236,13 @@ def test_used_tokens_of_one_request(engine):
     used = now.used_kv_tokens - before.used_kv_tokens
     assert 4 * num <= used <= 12 * num
     assert used % 4 == 0
+
+
+def test_idle_rows_and_the_tail(engine):
+    """One request leaves the other rows idle, from start to end."""
+    before = engine.get_internal_state().counters
+    engine.generate(None, GREEDY, [9, 8, 7])
+    one = engine.get_internal_state().counters.since(before)
+    assert one.row_s > 0
+    assert one.tail_s == pytest.approx(one.prefill_s + one.decode_s)
+    assert one.idle_row_s / one.row_s == pytest.approx(OPTIONS["max_running_requests"] - 1)

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.cache.window import WindowPages, WindowSizes
-from sgljax_engine.config import SchedulerConfig
+from sgljax_engine.config import SCHEDULE_POLICIES, SchedulerConfig
 from sgljax_engine.errors import EngineError
 from sgljax_engine.sampling_params import SamplingParams
 from sgljax_engine.scheduler.policy import FIRST_STEPS, DispatchPacer
@@ -129,6 +129,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stream_interval=st.integers(1, 8),
         window=st.sampled_from([None, 1, 2, 5, 11]),
         spare=st.integers(0, 8),
+        policy=st.sampled_from(SCHEDULE_POLICIES),
         seed=st.integers(0, 2**16),
     )
     def start(
@@ -143,6 +144,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stream_interval,
         window,
         spare,
+        policy,
         seed,
     ):
         self.num_pages, self.max_running, self.budget = num_pages, max_running, budget
@@ -164,6 +166,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             stream_interval=stream_interval,
             init_new_token_ratio=ratio,
             min_new_token_ratio=0.0,
+            schedule_policy=policy,
         )
         self.device = FakeDevice(num_pages, page_size, random.Random(seed), windows)
         self.added: dict[str, Request] = {}
@@ -230,8 +233,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         output = self.scheduler.schedule()
         self.scheduler.check_integrity()
         check_output(output, self.scheduler, self.max_running, self.budget, self.page_size)
-        oldest = min(self.scheduler.requests(), key=lambda r: r.arrival)
-        assert oldest.status is RequestStatus.RUNNING, "the oldest request always runs"
+        started = [*self.scheduler.running, *self.scheduler.waiting.returned]
+        oldest = min(started, key=lambda r: r.arrival)
+        assert oldest.status is RequestStatus.RUNNING, "the oldest started request always runs"
         return output
 
     @precondition(lambda self: self.scheduler.has_work)
@@ -284,6 +288,33 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_tail_without_its_window_page_is_no_prefix():
+    """Another request took the window page of a prompt's end; the prompt is computed again."""
+    machine = SchedulerMachine()
+    machine.start(
+        num_pages=7,
+        max_running=1,
+        steps=1,
+        budget=8,
+        page_size=16,
+        ratio=0.0,
+        is_sharing=True,
+        stream_interval=1,
+        window=1,
+        spare=0,
+        policy="longest_first",
+        seed=0,
+    )
+    machine.add_prompt([0] * 32, 1, 3)
+    for request in machine.scheduler.requests():
+        machine.scheduler.finish(request, FinishReason("abort"))
+        machine.finished.append(request.rid)
+    machine.add_prompt([0] * 2, 1, 2)
+    machine.add_prompt([0] * 14, 3, 4)
+    machine.add_prompt([0] * 32, 1, 1)
+    machine.teardown()
 
 
 def test_long_prompt_goes_in_chunks_of_the_budget():

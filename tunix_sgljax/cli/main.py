@@ -50,6 +50,7 @@ COMMANDS = {
     "bench": "Measure speed on this machine, alone or against Tunix's vanilla sampler.",
     "doctor": "Say what is installed, what will be used, and what is wrong.",
     "aot": "Compile an engine's programs for chips that are not here, and say what they cost.",
+    "simulate": "Simulate a training's rollouts: orders of requests, over-sampling, rows.",
     "convert": "Write a Tunix checkpoint as a Hugging Face folder, or as a PEFT adapter.",
 }
 """Commands by name; each is a module of this package."""
@@ -64,6 +65,7 @@ _EXAMPLES = """examples:
   tunix-sgljax convert checkpoints/actor --base path/to/Qwen3-0.6B --output trained
   tunix-sgljax bench --random small --against vanilla
   tunix-sgljax aot --model qwen3-0.6b --topology v5e:1x1 --engine max_model_len=1024
+  tunix-sgljax simulate --hardware h200 --rows 64 --requests 256
 
 `tunix-sgljax COMMAND --help` has the options of a command, and more examples.
 Exit codes: 0 success, 1 failure, 2 bad input, 130 interrupted."""

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import numpy as np
 from tunix.rl.rollout.base_rollout import RolloutOutput
 
+from sgljax_engine import InvalidRequestError
+
 
 @dataclasses.dataclass
 class VersionedRolloutOutput(RolloutOutput):
@@ -56,3 +58,46 @@ class OutputRecorder:
 
     def _current(self) -> list[VersionedRolloutOutput] | None:
         return getattr(self._local, "outputs", None)  # a new thread's local has no attributes
+
+
+class PreparedOutputs:
+    """Outputs that a thread's next calls return, made before. Each thread has its own."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    @contextlib.contextmanager
+    def giving(self, output: VersionedRolloutOutput) -> Iterator[None]:
+        """Gives out the rows of an output, in order, to this thread's calls inside the block."""
+        self._local.output, self._local.num_given = output, 0
+        try:
+            yield
+        finally:
+            self._local.output = None
+
+    def take(self, count: int) -> VersionedRolloutOutput | None:
+        """The next `count` rows; None outside a `giving` block of this thread.
+
+        Raises:
+            InvalidRequestError: when fewer are left.
+        """
+        output: VersionedRolloutOutput | None = getattr(self._local, "output", None)
+        if output is None:
+            return None
+        first = self._local.num_given
+        left = len(output.tokens) - first
+        if count > left:
+            raise InvalidRequestError(
+                f"generate is asked for {count} completions, and {left} are prepared"
+            )
+        self._local.num_given += count
+        part = slice(first, first + count)
+        assert output.left_padded_prompt_tokens is not None
+        return VersionedRolloutOutput(
+            text=output.text[part],
+            logits=[],
+            tokens=output.tokens[part],
+            left_padded_prompt_tokens=output.left_padded_prompt_tokens[part],
+            logprobs=None if output.logprobs is None else output.logprobs[part],
+            weight_versions=output.weight_versions[part],
+        )

@@ -89,6 +89,12 @@ METRICS: Mapping[str, Metric] = {
         lambda t: _ratio(t.counters.used_kv_tokens, t.counters.num_dispatches * t.total_kv_tokens),
         np.mean,
     ),
+    "idle_rows": Metric(
+        "rows of `max_running_requests` without a request, share of their time in dispatches",
+        lambda t: _ratio(t.counters.idle_row_s, t.counters.row_s + t.counters.idle_row_s),
+        np.mean,
+    ),
+    "tail_s": _total("seconds with idle rows while no request waited", "tail_s"),
     "retractions": _total("times that a running request lost its pages", "num_retractions"),
     "aborted": _total("requests that were aborted", "num_aborted"),
     "failed_steps": _total("device steps that failed", "num_failed_steps"),

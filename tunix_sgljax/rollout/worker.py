@@ -26,7 +26,7 @@ from sgljax_engine import (
 from tunix_sgljax import padding, sampling
 from tunix_sgljax.exactness.trainer_match import TrainerMatch
 from tunix_sgljax.idle_policy import IdlePolicy
-from tunix_sgljax.in_flight.outputs import OutputRecorder, VersionedRolloutOutput
+from tunix_sgljax.in_flight.outputs import OutputRecorder, PreparedOutputs, VersionedRolloutOutput
 from tunix_sgljax.lora import LoraMode, LoraReport, check_lora_mode, check_scaling, is_lora_name
 from tunix_sgljax.observability.observers import RolloutObservers
 from tunix_sgljax.observability.progress import Progress
@@ -162,6 +162,7 @@ class SglJaxRollout(BaseRollout):
             releases_kv=sampling.check_flag("release_kv_between_steps", release_kv_between_steps)
         )
         self._recorder = OutputRecorder()
+        self._prepared = PreparedOutputs()
         self._observers = RolloutObservers(progress)
         self._lock = threading.Lock()
         self._engine: Engine | None = None
@@ -325,6 +326,10 @@ class SglJaxRollout(BaseRollout):
         self._checked.get(rollout_config, lambda: self._check_call(rollout_config))
         self._builder.check_same_mapping(rollout_config)
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        prepared = self._prepared.take(len(texts))
+        if prepared is not None:
+            self._recorder.add(prepared)
+            return prepared
         with self._observers.span("tokenize", requests=len(texts)):
             prompt_ids = self._prompts.encode_all(texts)
         params = self._row_params(rollout_config, len(texts))
@@ -335,14 +340,7 @@ class SglJaxRollout(BaseRollout):
         with watched, self._holding_policies(engine):
             with self._idle_policy.call(engine):
                 outputs = engine.generate_requests(prompt_ids, params, lora=self.adapter)
-            output = to_rollout_output(
-                prompt_ids,
-                outputs,
-                config=rollout_config,
-                end_ids=params[0].stop_token_ids,
-                pad_id=self.pad_id(),
-                logprobs_mode=self._logprobs_mode,
-            )
+            output = self.to_output(prompt_ids, outputs, rollout_config)
             if self._match is not None and rollout_config.return_logprobs:
                 output.logprobs = self._matched_logprobs(self._match, output, rollout_config)
         self._recorder.add(output)
@@ -352,6 +350,28 @@ class SglJaxRollout(BaseRollout):
     def _sampler(self) -> RolloutSampler:
         """What Tunix's own scripts read, by this name, to evaluate the policy."""
         return RolloutSampler(self.generate, lambda: self._rollout_config)
+
+    def to_output(
+        self, prompt_ids: list[list[int]], outputs: list[RequestOutput], config: RolloutConfig
+    ) -> VersionedRolloutOutput:
+        """The engine's answers as `generate` returns them, under a config of that call."""
+        return to_rollout_output(
+            prompt_ids,
+            outputs,
+            config=config,
+            end_ids=self._sampling.params(config).stop_token_ids,
+            pad_id=self.pad_id(),
+            logprobs_mode=self._logprobs_mode,
+        )
+
+    def prepared_outputs(
+        self, output: VersionedRolloutOutput
+    ) -> contextlib.AbstractContextManager[None]:
+        """Makes this thread's `generate` calls inside the block return rows of an output, in order.
+
+        For callers of `RLCluster.generate` who have sampled before.
+        """
+        return self._prepared.giving(output)
 
     def _holding_policies(self, engine: Engine) -> contextlib.AbstractContextManager[None]:
         """Wraps a call that may need the trainer's arrays of every version from now on."""

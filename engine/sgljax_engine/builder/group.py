@@ -38,6 +38,7 @@ from sgljax_engine.runner.batches.batch import (
 from sgljax_engine.runner.kv.parallel_fit import fit_parallel
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.runner.warmup import Warmup
+from sgljax_engine.scheduler.lengths import AnswerLengths
 from sgljax_engine.scheduler.scheduler import Scheduler
 from sgljax_engine.scheduler.speculator import Speculator
 from sgljax_engine.speculation.costs import CostTable
@@ -118,9 +119,11 @@ def build_group(
     parts = plan_parts(model, config, max_model_len, placement.engines[0], made[0], slots[0], count)
     page_size = config.cache.page_size
     groups = RequestGroups()
-    drafters = _make_drafters(config.speculation)
+    drafters, lengths = _make_drafters(config.speculation), AnswerLengths()
     cores = [
-        _build_core(config, parts, engine, own, room, adapters, tokenizer, groups, drafters, index)
+        _build_core(
+            config, parts, engine, own, room, adapters, tokenizer, groups, drafters, lengths, index
+        )
         for index, (engine, own, room) in enumerate(
             zip(placement.engines, made, slots, strict=True)
         )
@@ -235,6 +238,7 @@ def _build_core(
     tokenizer: Tokenizer | None,
     groups: RequestGroups,
     drafters: Mapping[str, Drafter],
+    lengths: AnswerLengths,
     index: int,
 ) -> EngineCore:
     speculator = _make_speculator(config.speculation, drafters, parts)
@@ -260,6 +264,7 @@ def _build_core(
         max_prefill_tokens=config.max_prefill_tokens,
         prefill_sizes=prefill_sizes(parts.shapes.token_buckets, parts.static.prefill_pass),
         speculator=speculator,
+        lengths=lengths,
     )
     return EngineCore(
         scheduler=scheduler,

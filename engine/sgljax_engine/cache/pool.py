@@ -119,7 +119,7 @@ class PagePool:
         self._sought = request, handle
         if self.states is not None:
             return self._with_state(request, handle)
-        if self.windows is None or handle.num_pages == 0:
+        if self.windows is None:
             return handle
         pages, tail = handle.pages(), handle.tail
         if tail is not None and self.windows.is_usable([*pages, tail.page], num_tokens):
@@ -127,10 +127,13 @@ class PagePool:
         return handle.shortened(self.windows.usable(pages))
 
     def without_tail(self, request: Request, handle: PrefixHandle) -> PrefixHandle:
-        """The prefix found for a request without its tail, which it would need a copy of."""
+        """The part of a request's prefix from which it can continue without a copy of its tail."""
         if self.states is not None:
             return self._with_state(request, handle, with_tail=False)
-        return handle._replace(tail=None)
+        handle = handle._replace(tail=None)
+        if self.windows is None:
+            return handle
+        return handle.shortened(self.windows.usable(handle.pages()))
 
     def _with_state(
         self, request: Request, handle: PrefixHandle, *, with_tail: bool = True

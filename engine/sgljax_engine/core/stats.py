@@ -61,6 +61,7 @@ class Stats:
         counters.num_dispatches += 1
         counters.num_decode_rows += len(output.decode)
         counters.max_decode_batch = max(counters.max_decode_batch, len(output.decode))
+        self._count_rows(len(output.decode), times.decoded_s - times.started_s)
         counters.num_prefill_tokens += num_prefilled
         counters.num_cached_tokens += sum(
             request.num_cached for request in output.started if request.num_retractions == 0
@@ -73,6 +74,13 @@ class Stats:
         counters.used_kv_tokens += (pool.num_pages - pool.num_available) * pool.page_size
         if self.recorder.is_on:
             self._record(output, step, times, num_prefilled, num_tokens)
+
+    def _count_rows(self, num_rows: int, seconds: float) -> None:
+        num_idle = max(self._scheduler.max_running_requests - num_rows, 0)
+        self.counters.row_s += num_rows * seconds
+        self.counters.idle_row_s += num_idle * seconds
+        if num_idle and not self._scheduler.waiting:
+            self.counters.tail_s += seconds
 
     def _count_drafts(self, step: StepOutput, num_tokens: int) -> None:
         counters = self.counters

@@ -24,6 +24,9 @@ class EngineCounters:
             the mean use of the KV cache.
         num_decode_rows: Rows of all decode dispatches together.
         max_decode_batch: Rows of the largest decode dispatch.
+        row_s, idle_row_s: Seconds of dispatches times their decode rows, and times the rows of
+            `max_running_requests` that had no request.
+        tail_s: Seconds of dispatches with idle rows while no request waited.
         num_retractions: Times a running request lost its pages.
         num_aborted: Requests that ended with finish reason `abort`.
         num_pauses: Times that generation was paused.
@@ -60,6 +63,9 @@ class EngineCounters:
     used_kv_tokens: int = 0
     num_decode_rows: int = 0
     max_decode_batch: int = 0
+    row_s: float = 0.0
+    idle_row_s: float = 0.0
+    tail_s: float = 0.0
     num_retractions: int = 0
     num_aborted: int = 0
     num_pauses: int = 0

@@ -3,10 +3,11 @@
 `schedule()` plans one dispatch; `update()` takes what it produced. Between the two the device
 runs. Requests join and leave the running batch at every call.
 
-Policy: first come, first served. When KV pages run out, the youngest running requests are
-retracted: they give up their pages and return to their old position in the queue. Later their
-prompt and output so far are prefilled again. The oldest request always keeps its pages, so every
-request that fits the pool alone finishes in the end.
+`config.schedule_policy` says in which order requests start, see `scheduler.start_order`. When KV
+pages run out, the youngest running requests are retracted: they give up their pages and return to
+the queue, where they are next. Later their prompt and output so far are prefilled again. The oldest
+running request always keeps its pages, so every request that fits the pool alone finishes in the
+end.
 
 Pages with the same tokens are computed once and shared. A prefill's pages can be shared as soon as
 it is planned: chunks run in planned order, and of chunks that run together each layer writes all
@@ -25,8 +26,10 @@ from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.cache.radix import PrefixHandle
 from sgljax_engine.config import SchedulerConfig
 from sgljax_engine.errors import EngineError
+from sgljax_engine.scheduler.lengths import AnswerLengths
 from sgljax_engine.scheduler.policy import AdmissionPolicy, DispatchPacer
 from sgljax_engine.scheduler.speculator import Speculator
+from sgljax_engine.scheduler.start_order import make_start_order
 from sgljax_engine.scheduler.waiting import WaitingQueue
 from sgljax_engine.speculation.plan import TOKENS_PER_STEP
 from sgljax_engine.types import (
@@ -74,7 +77,8 @@ class Scheduler:
             ones included.
         policy: Room that admission keeps free.
         pacer: Work of a dispatch.
-        waiting, running: The queue and the batch, both in order of arrival, oldest first.
+        waiting: The queue.
+        running: The batch in order of arrival, oldest first.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class Scheduler:
         max_prefill_tokens: int,
         prefill_sizes: Sequence[int],
         speculator: Speculator | None = None,
+        lengths: AnswerLengths | None = None,
     ) -> None:
         """Starts empty.
 
@@ -98,6 +103,7 @@ class Scheduler:
             prefill_sizes: Token budgets that waste no padding, ascending multiples of
                 `token_block`, the last at least `max_prefill_tokens`; see `DispatchPacer`.
             speculator: Has drafts for small batches; None without speculation.
+            lengths: Of answers, which the engines of a group share; None knows its own alone.
         """
         self._config = config
         self._pool = pool
@@ -105,6 +111,8 @@ class Scheduler:
         self._max_prefill_tokens = max_prefill_tokens
         self._num_arrivals = 0
         self._speculator = speculator
+        self._lengths = AnswerLengths() if lengths is None else lengths
+        self._start_order = make_start_order(config, self._lengths)
         self.admits_new = True
         self.policy = AdmissionPolicy(config)
         self.pacer = DispatchPacer(config, prefill_sizes)
@@ -131,9 +139,11 @@ class Scheduler:
             raise EngineError(f"request {request.rid} finished twice")
         request.status = RequestStatus.FINISHED
         request.finish = reason
+        if reason.type in ("stop", "length") and not request.only_prefills:
+            self._lengths.add(request.prompt_key, len(request.output_ids))
 
     def retract(self, request: Request) -> None:
-        """Moves a running request back to its place in the waiting queue, without its pages."""
+        """Moves a running request back to the waiting queue, without its pages."""
         self.running.remove(request)
         self._pool.release(request)
         request.status = RequestStatus.WAITING
@@ -169,6 +179,11 @@ class Scheduler:
     def requests(self) -> list[Request]:
         """All unfinished requests, running ones first."""
         return [*self.running, *self.waiting]
+
+    @property
+    def max_running_requests(self) -> int:
+        """Rows of the largest batch."""
+        return self._config.max_running_requests
 
     @property
     def num_started(self) -> int:
@@ -372,8 +387,11 @@ class Scheduler:
         reserved = sum(self._expected_pages(r, len(r.pages)) for r in self.running)
         window_room = self._pool.window_room(self.running)
         started: list[Request] = []
-        while self._num_startable and len(self.running) < self._config.max_running_requests:
-            request = self.waiting.oldest
+        num_free = self._config.max_running_requests - len(self.running)
+        num_wanted = min(num_free, self._num_startable)
+        for request in self._start_order.first(
+            self.waiting, self.running, self._num_arrivals, num_wanted
+        ):
             prefix = self._pool.find_prefix(request)
             expected = self._expected_pages(request, prefix.num_pages)
             now = self._pages_to_start(request, prefix, num_steps)
@@ -384,6 +402,8 @@ class Scheduler:
                 if prefix.tail is not None and now > available:
                     # The tail and a copy of it do not both fit: compute those tokens instead.
                     prefix = self._pool.without_tail(request, prefix)
+                    expected = self._expected_pages(request, prefix.num_pages)
+                    now = self._pages_to_start(request, prefix, num_steps)
                     available = self._pool.available_beside(prefix)
                 has_room = max(now, expected) + reserved <= available
             needs_prefill = self._pool.num_ready(prefix) < request.kv_len
@@ -423,7 +443,8 @@ class Scheduler:
             if request.pages or request.num_computed:
                 raise EngineError(f"waiting request {request.rid} owns KV pages")
         for queue, status in (
-            (self.waiting, RequestStatus.WAITING),
+            (self.waiting.returned, RequestStatus.WAITING),
+            (self.waiting.new, RequestStatus.WAITING),
             (self.running, RequestStatus.RUNNING),
         ):
             _check_queue(queue, status)

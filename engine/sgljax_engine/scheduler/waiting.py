@@ -1,21 +1,21 @@
-"""The waiting queue: requests in order of arrival, each found and removed in constant time."""
+"""The waiting queue: each request is found and removed in constant time."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from sgljax_engine.types import Request
 
 
 class WaitingQueue:
-    """Waiting requests, oldest first. Owned by the scheduler.
+    """Waiting requests. Owned by the scheduler.
 
-    It holds two queues, one behind the other. *Returned* requests ran before and were retracted;
-    the others have never run in this engine. Admission is in order of arrival, so returned requests
-    are older than all others, and never more than the rows of a batch.
+    It holds two queues, each in order of arrival. *Returned* requests ran before and were
+    retracted; they start before all others, and are never more than the rows of a batch. The others
+    have never run in this engine.
     """
 
     def __init__(self) -> None:
@@ -30,13 +30,13 @@ class WaitingQueue:
         return len(self._returned) + len(self._new)
 
     def __iter__(self) -> Iterator[Request]:
-        """Requests in order of arrival."""
+        """Returned requests, then the others."""
         yield from self._returned
         yield from self._new.values()
 
     @property
     def num_returned(self) -> int:
-        """Number of requests in the queue that ran before. They are the oldest."""
+        """Number of requests in the queue that ran before."""
         return len(self._returned)
 
     @property
@@ -46,8 +46,13 @@ class WaitingQueue:
 
     @property
     def oldest(self) -> Request:
-        """The request to start next; the queue must not be empty."""
+        """The oldest returned request, else the oldest of the others; there must be one."""
         return self._returned[0] if self._returned else next(iter(self._new.values()))
+
+    @property
+    def new(self) -> Collection[Request]:
+        """Requests in the queue that have never run here, in order of arrival."""
+        return self._new.values()
 
     @property
     def num_new(self) -> int:

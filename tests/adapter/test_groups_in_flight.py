@@ -1,0 +1,138 @@
+"""Groups that live through weight updates, whatever happens between steps."""
+
+from __future__ import annotations
+
+import functools
+import random
+from concurrent.futures import CancelledError, Future
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from sgljax_engine import InvalidRequestError, SamplingParams
+from tests import tunix_reference as ref
+from tests.adapter.helpers import MODEL, new_rollout, params_of, rollout_config, text_of
+from tests.threads import LIMIT_S, start
+from tunix_sgljax import OverSampling, SglJaxRollout
+from tunix_sgljax.long_tail.groups import GroupsInFlight, merge_columns, to_output
+
+NUM_SAMPLES = 3
+NUM_STEPS = 8
+CONFIG = rollout_config(
+    max_tokens_to_generate=24,
+    temperature=1.0,
+    max_prompt_length=16,
+    eos_tokens=list(range(8, 14)),
+)
+
+SHORT = SamplingParams(max_new_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return ref.make_tunix_qwen3(MODEL)
+
+
+@pytest.fixture
+def rollout(model):
+    made = new_rollout(model, rollout_config=CONFIG, decode_steps=4, weight_update_mode="retract")
+    yield made
+    made.close()
+
+
+def update(rollout, model):
+    """Weights that are a little different each time."""
+    scaled = jax.tree.map(lambda x: x * 1.01, params_of(model))
+    rollout.update_params(scaled)
+
+
+def make_columns(row: int) -> dict[str, Any]:
+    """The columns of a group; the prompt tells its number."""
+    prompt = text_of([20 + row // 30, 20 + row % 30, 21])
+    return {
+        "prompts": np.array([prompt] * NUM_SAMPLES),
+        "row": np.full(NUM_SAMPLES, row),
+        "trajectory_ids": [f"{row}_{i}" for i in range(NUM_SAMPLES)],
+    }
+
+
+def meddle(
+    rollout: SglJaxRollout, groups: GroupsInFlight, others: list[Future[Any]], rng: random.Random
+) -> None:
+    """Does what may happen to an engine between two steps."""
+    engine = rollout.engine
+    for _ in range(rng.randint(0, 3)):
+        kind = rng.choice(["pause", "evaluate", "score", "other user"])
+        if kind == "pause":
+            engine.pause_generation("in_place")
+            engine.pause_generation("retract")
+            engine.continue_generation()
+        elif kind == "evaluate":
+            with groups.running():
+                rollout.generate([text_of([5, 6])], CONFIG)
+        elif kind == "score":
+            engine.score([[1, 2, 3]])
+        else:  # it waits while the engine is paused
+            others.append(start(functools.partial(engine.generate_requests, [[3, 4]], SHORT)))
+
+
+@pytest.mark.parametrize(("max_age", "factor", "seed"), [(1, 2.0, 0), (2, 1.5, 1), (3, 1.25, 2)])
+def test_nothing_is_lost_or_taken_twice_and_ages_are_bounded(model, rollout, max_age, factor, seed):
+    rng, num_groups = random.Random(seed), 4
+    config = OverSampling(factor=factor, max_age=max_age)
+    groups = GroupsInFlight(rollout, config)
+    others: list[Future[Any]] = []
+    taken_rows, mixed, num_asked = [], 0, 0
+    for _ in range(NUM_STEPS):
+        while len(groups) < config.num_asked(num_groups):
+            groups.ask(make_columns(num_asked), CONFIG)
+            num_asked += 1
+        taken = groups.take(num_groups)
+        assert len(taken) == num_groups
+        assert all(rollout.weight_version - group.born <= max_age for group in taken)
+        merged = merge_columns(taken)
+        output = to_output(taken, rollout, CONFIG)
+        assert len(output.tokens) == len(merged["trajectory_ids"]) == num_groups * NUM_SAMPLES
+        for tokens, logprobs, versions in zip(
+            output.tokens, output.logprobs or (), output.weight_versions, strict=True
+        ):
+            assert 1 <= len(tokens) == len(logprobs) == len(versions) <= 24
+            assert (np.diff(versions) >= 0).all()
+            assert rollout.weight_version - versions[0] <= max_age
+            mixed += versions[0] != versions[-1]
+        taken_rows += merged["row"][::NUM_SAMPLES].tolist()
+        rollout.engine.check_integrity()
+        meddle(rollout, groups, others, rng)
+        update(rollout, model)
+    assert len(set(taken_rows)) == len(taken_rows) == NUM_STEPS * num_groups
+    assert mixed
+    assert groups.drop_unfinished() == num_asked - len(taken_rows)
+    groups.close()
+    for call in others:
+        assert call.result(LIMIT_S)[0].output_ids
+    state = rollout.engine.get_internal_state()
+    assert (state.running_batch_size, state.waiting_queue_size) == (0, 0)
+    assert state.pause_mode is None
+    rollout.engine.check_integrity()
+
+
+def test_waiting_ends_when_another_thread_closes(rollout):
+    groups = GroupsInFlight(rollout, OverSampling())
+    groups.ask(make_columns(0), CONFIG)
+    rollout.engine.pause_generation()
+    call = start(lambda: groups.take(1))
+    groups.close()
+    with pytest.raises(CancelledError):
+        call.result(LIMIT_S)
+    rollout.engine.continue_generation()
+
+
+def test_a_failed_group_is_an_error(rollout):
+    groups = GroupsInFlight(rollout, OverSampling())
+    columns = make_columns(0) | {"prompts": np.array(["5000"] * 2)}
+    groups.ask(columns, CONFIG)
+    with pytest.raises(InvalidRequestError, match="got 5000 at position"):
+        groups.take(1)
+    groups.close()

@@ -1,0 +1,8 @@
+"""Steps that end before their longest answers: over-sampling with partial rollouts."""
+
+from __future__ import annotations
+
+from tunix_sgljax.long_tail.config import OverSampling
+from tunix_sgljax.long_tail.learner import OverSamplingGrpoLearner
+
+__all__ = ["OverSampling", "OverSamplingGrpoLearner"]

@@ -1,0 +1,83 @@
+"""The data iterator of an over-sampling learner: prompts may be taken before their turn."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+ROW = "over_sampling_row"
+"""The column with each prompt's number in the data."""
+
+Row = dict[str, Any]
+
+
+class PromptFeed:
+    """Batches of the data for Tunix, whose prompts an over-sampling learner may take early.
+
+    A prompt that was taken early may be owed: when the data is over, it comes in a batch, so that
+    Tunix takes as many steps as without. One that is not is used up, and then batches end with the
+    last whole one. One thread at a time.
+    """
+
+    def __init__(self, batches: Iterable[dict[str, Any]]) -> None:
+        """Reads nothing yet.
+
+        Args:
+            batches: Tunix's batches: columns of equal lengths, "prompts" among them.
+        """
+        self._batches = iter(batches)
+        self._rows: deque[Row] = deque()
+        self._owed: deque[Row] = deque()
+        self._num_read = 0
+        self._has_used_up = False
+        self._batch_size: int | None = None
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Itself."""
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        """The next batch, as large as the first one, with the column `ROW`."""
+        if self._batch_size is None:
+            self._read()
+            self._batch_size = len(self._rows)
+        rows = self._take(self._batch_size)
+        while self._owed and len(rows) < self._batch_size:
+            rows.append(self._owed.popleft())
+        if not rows or (self._has_used_up and len(rows) < self._batch_size):
+            raise StopIteration
+        return {name: np.asarray([row[name] for row in rows]) for name in rows[0]}
+
+    def take_early(self, count: int, *, is_owed: bool) -> list[Row]:
+        """Up to `count` of the next prompts, each as a row of the columns.
+
+        Args:
+            count: Most prompts to take.
+            is_owed: Whether they come in a batch once the data is over. Else they are used up.
+        """
+        rows = self._take(count)
+        if is_owed:
+            self._owed.extend(rows)
+        elif rows:
+            self._has_used_up = True
+        return rows
+
+    def _take(self, count: int) -> list[Row]:
+        while len(self._rows) < count and self._read():
+            pass
+        return [self._rows.popleft() for _ in range(min(count, len(self._rows)))]
+
+    def _read(self) -> bool:
+        """Reads a batch; returns whether there was one."""
+        batch = next(self._batches, None)
+        if batch is None:
+            return False
+        columns = {name: np.asarray(values) for name, values in batch.items()}
+        for index in range(len(columns["prompts"])):
+            row = {name: values[index] for name, values in columns.items()}
+            self._rows.append(row | {ROW: self._num_read})
+            self._num_read += 1
+        return True

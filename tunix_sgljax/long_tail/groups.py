@@ -1,0 +1,200 @@
+"""Groups that an engine samples, and that may live through weight updates."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Coroutine, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from typing import Any, TypeVar
+
+import numpy as np
+from tunix.rl.rollout.base_rollout import RolloutConfig
+
+from sgljax_engine import EngineShutdownError, RequestOutput
+from tunix_sgljax.in_flight.outputs import VersionedRolloutOutput
+from tunix_sgljax.long_tail.config import OverSampling
+from tunix_sgljax.rollout import SglJaxRollout
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Group:
+    """The samples of one prompt.
+
+    Attributes:
+        columns: The data's columns: for each sample a value, as Tunix repeats them.
+        prompt_ids: Token ids of the prompt.
+        born: The engine's weight version when it was asked for.
+        future: The samples' outputs.
+    """
+
+    columns: Mapping[str, Any]
+    prompt_ids: list[int]
+    born: int
+    future: Future[list[RequestOutput]]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the group."""
+        return len(self.columns["prompts"])
+
+
+class SamplingLoop:
+    """An asyncio loop on a thread of its own, on which requests wait for their answers."""
+
+    def __init__(self) -> None:
+        """Starts the thread."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="over-sampling", daemon=True
+        )
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Runs a coroutine; what is submitted first starts first. Cancelling cancels it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def close(self) -> None:
+        """Ends the thread, once all that was cancelled has ended."""
+        asyncio.run_coroutine_threadsafe(_others_end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _others_end() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+class GroupsInFlight:
+    """Groups on the rollout's engine, of which a step takes the first complete ones.
+
+    Between steps the engine is paused, so that the trainer has its devices alone. One thread at a
+    time.
+
+    Attributes:
+        config: How many there are, and what happens to the others.
+    """
+
+    def __init__(self, rollout: SglJaxRollout, config: OverSampling) -> None:
+        """Starts without groups.
+
+        Args:
+            rollout: Whose engine samples them.
+            config: What happens to groups that are not complete.
+        """
+        self.config = config
+        self._rollout = rollout
+        self._loop = SamplingLoop()
+        self._groups: list[Group] = []
+        self._is_paused = False
+
+    def __len__(self) -> int:
+        """Groups that nobody has taken yet."""
+        return len(self._groups)
+
+    def ask(self, columns: Mapping[str, Any], config: RolloutConfig) -> None:
+        """Starts to sample a group.
+
+        Args:
+            columns: The data's columns, with a value for each sample.
+            config: Sampling settings.
+        """
+        rollout, prompts = self._rollout, columns["prompts"]
+        prompt_ids = rollout.encode(str(prompts[0]))
+        params = [rollout.request_params(config) for _ in prompts]
+        future = self._loop.submit(rollout.async_generate_ids([prompt_ids] * len(prompts), params))
+        self._groups.append(Group(columns, prompt_ids, rollout.weight_version, future))
+
+    def take(self, count: int) -> list[Group]:
+        """Waits for complete groups, and takes the `count` that were asked for first.
+
+        Waits also for groups that may not live through another weight update. What is not complete
+        then is dropped, or goes on when `take` or `running` is called again.
+
+        Raises:
+            EngineError: when a group of these failed.
+            CancelledError: when `close` was called meanwhile.
+        """
+        with self.running():
+            while not self._is_over(count):
+                pending = [each.future for each in self._groups if not each.future.done()]
+                if not pending:  # another thread has closed this
+                    raise CancelledError("the groups were ended")
+                wait(pending, return_when=FIRST_COMPLETED)
+        taken = [group for group in self._groups if group.future.done()][:count]
+        self._groups = [group for group in self._groups if group not in taken]
+        for group in taken:
+            group.future.result()
+        return taken
+
+    def drop_unfinished(self) -> int:
+        """Ends all groups that are left; returns their number."""
+        groups, self._groups = self._groups, []
+        for group in groups:
+            group.future.cancel()
+        return len(groups)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Lets the engine run inside the block; after it, pauses what is not complete."""
+        self._go_on()
+        try:
+            yield
+        finally:
+            if any(not group.future.done() for group in self._groups):
+                mode = self._rollout.weight_update_mode
+                self._rollout.engine.pause_generation(
+                    "in_place" if mode == "in_place" else "retract"
+                )
+                self._is_paused = True
+
+    def close(self) -> None:
+        """Ends all groups, and lets the engine run again."""
+        self.drop_unfinished()
+        with contextlib.suppress(EngineShutdownError):
+            self._go_on()
+        self._loop.close()
+
+    def _go_on(self) -> None:
+        if self._is_paused:
+            self._rollout.engine.continue_generation()
+            self._is_paused = False
+
+    def _is_over(self, count: int) -> bool:
+        done = [group.future.done() for group in self._groups]
+        if sum(done) < count:
+            return False
+        if not self.config.carries:
+            return True
+        youngest = self._rollout.weight_version - self.config.max_age
+        return all(
+            is_done or group.born > youngest
+            for group, is_done in zip(self._groups, done, strict=True)
+        )
+
+
+def merge_columns(groups: list[Group]) -> dict[str, Any]:
+    """The columns of groups one after another, as Tunix merges batches."""
+    merged: dict[str, Any] = {}
+    for name in groups[0].columns:
+        values = [group.columns[name] for group in groups]
+        if isinstance(values[0], list):
+            merged[name] = [each for some in values for each in some]
+        else:
+            merged[name] = np.concatenate(values)
+    return merged
+
+
+def to_output(
+    groups: list[Group], rollout: SglJaxRollout, config: RolloutConfig
+) -> VersionedRolloutOutput:
+    """The samples of complete groups, with log-probs, as a rollout returns them."""
+    prompt_ids = [group.prompt_ids for group in groups for _ in range(group.num_samples)]
+    outputs = [output for group in groups for output in group.future.result()]
+    return rollout.to_output(prompt_ids, outputs, dataclasses.replace(config, return_logprobs=True))

@@ -1,0 +1,261 @@
+"""Tunix's GRPOLearner for steps that ask for more groups than they train on."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from tunix.rl import rl_cluster as tunix_cluster
+from tunix.rl.grpo import grpo_learner as tunix_grpo
+
+from sgljax_engine import InvalidConfigError
+from tunix_sgljax.in_flight.outputs import VersionedRolloutOutput
+from tunix_sgljax.in_flight.policy_versions import NO_VERSION, PolicyVersions
+from tunix_sgljax.in_flight.wrapping import require_sgljax_rollout
+from tunix_sgljax.long_tail.config import OverSampling
+from tunix_sgljax.long_tail.feed import ROW, PromptFeed
+from tunix_sgljax.long_tail.groups import GroupsInFlight, merge_columns, to_output
+from tunix_sgljax.padding import right_pad
+from tunix_sgljax.rollout import SglJaxRollout
+
+_TRAIN = tunix_cluster.Mode.TRAIN
+
+_USES_OLD_LOGPS = ("grpo",)
+"""Tunix's losses whose ratio is that of the old log-probs in the train example."""
+
+
+@struct.dataclass(frozen=True)
+class PartialTrainExample(tunix_grpo.TrainExample):
+    """Tunix's TrainExample with the policy behind each token.
+
+    Attributes:
+        token_versions: Policy versions of `completion_ids`: the global step whose weights sampled
+            each; `NO_VERSION` (-1) at padding. Shape: [B, C] int32.
+    """
+
+    token_versions: np.ndarray | None = None
+
+
+class OverSamplingGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
+    """Tunix's GRPOLearner for a SglJaxRollout, which does not wait for the longest answers.
+
+    A step has more groups in work than it trains on, and ends when enough of them are complete. The
+    others go on in the next step under the new weights, with all that they have, or are dropped.
+    Set `rollout_micro_batch_size` to the full batch: each call of the rollout is such a step.
+
+    With groups that are carried, `old_per_token_logps` of a train example are the rollout's
+    log-probs, each under the weights that sampled the token, so that the ratio and its clipping are
+    right. `token_versions` has the policy of each token.
+
+    Metrics of each call: `over_sampling/carried_groups`, `/dropped_groups`, `/mixed_samples` (the
+    share of trained samples that more than one policy sampled), `/age_mean` and `/age_max` (the
+    policies between sampling a token and training on it), and `/wait_s` (seconds that the step
+    waited for its samples).
+    """
+
+    def __init__(
+        self,
+        rl_cluster: tunix_cluster.RLCluster,
+        algo_config: tunix_grpo.GRPOConfig,
+        reward_fns: Callable[..., Any] | list[Callable[..., Any]],
+        metric_fns: Sequence[Callable[..., Any]] | None = None,
+        data_shuffle_seed: int | None = None,
+        *,
+        over_sampling: OverSampling | None = None,
+    ) -> None:
+        """Takes the arguments of Tunix's learner and one more.
+
+        Args:
+            rl_cluster: Cluster with a SglJaxRollout.
+            algo_config: Tunix's GRPOConfig.
+            reward_fns: See Tunix's learner, also for the arguments below.
+            metric_fns: More metrics.
+            data_shuffle_seed: Seed of the order of train examples.
+            over_sampling: How many groups a step asks for; None takes the defaults.
+
+        Raises:
+            InvalidConfigError: names the option that cannot be right with groups that live through
+                weight updates, and its value.
+        """
+        config = OverSampling() if over_sampling is None else over_sampling
+        rollout = _check_options(rl_cluster, algo_config, config)
+        super().__init__(
+            rl_cluster,  # by position: its name differs between releases of Tunix
+            algo_config,
+            reward_fns=reward_fns,
+            metric_fns=metric_fns,
+            data_shuffle_seed=data_shuffle_seed,
+        )
+        self._cluster = rl_cluster
+        self._config = config
+        self._versioned_rollout = rollout
+        self._versions = PolicyVersions(rollout.weight_version, rl_cluster.global_steps)
+        self._last_version = rollout.weight_version
+        self._known_rows: set[int] = set()
+        self._feed: PromptFeed | None = None
+        self._groups: GroupsInFlight | None = None
+
+    def train(
+        self,
+        train_ds: Iterable[dict[str, Any]],
+        eval_ds: Iterable[dict[str, Any]] | None = None,
+        skip_jit: bool = False,
+    ) -> None:
+        """Trains as Tunix's learner does; groups that are left at the end are dropped."""
+        self._feed = PromptFeed(train_ds)
+        self._groups = GroupsInFlight(self._versioned_rollout, self._config)
+        try:
+            super().train(self._feed, eval_ds, skip_jit)
+        finally:
+            self._groups.close()
+
+    # ------------------------------------------------------------------ Tunix calls these
+
+    def _compute_trajectory_ids(self, example: dict[str, Any], steps: int) -> list[str]:
+        if ROW not in example:
+            return super()._compute_trajectory_ids(example, steps)
+        return _trajectory_ids(example[ROW], self.algo_config.num_generations)
+
+    def _generate_and_compute_advantage(
+        self, training_input: dict[str, Any], mode: tunix_cluster.Mode = _TRAIN
+    ) -> tunix_grpo.TrainExample:
+        assert self._groups is not None
+        if mode != _TRAIN:
+            with self._groups.running():
+                return super()._generate_and_compute_advantage(training_input, mode)
+        rollout = self._versioned_rollout
+        config = self._cluster.get_rollout_config(mode=_TRAIN)
+        num_groups = self._ask(training_input, config)
+        start_s = time.perf_counter()
+        taken = self._groups.take(num_groups)
+        wait_s = time.perf_counter() - start_s
+        num_dropped = 0
+        if not self._config.carries:
+            num_dropped = self._groups.drop_unfinished()
+        output = to_output(taken, rollout, config)
+        with rollout.prepared_outputs(output):
+            example = super()._generate_and_compute_advantage(merge_columns(taken), mode)
+        self._cluster.buffer_metrics(
+            {
+                "over_sampling/carried_groups": (len(self._groups), np.mean),
+                "over_sampling/dropped_groups": (num_dropped, np.sum),
+                "over_sampling/wait_s": (wait_s, np.sum),
+            },
+            mode=_TRAIN,
+        )
+        return self._with_versions(example, output, config.max_tokens_to_generate)
+
+    # ------------------------------------------------------------------ groups
+
+    def _ask(self, training_input: dict[str, Any], config: Any) -> int:
+        """Asks for the groups of Tunix's batch that are not in work yet, and for more.
+
+        Returns the number of groups that Tunix trains on.
+        """
+        assert self._groups is not None
+        assert self._feed is not None
+        num_samples = self.algo_config.num_generations
+        rows = training_input[ROW][::num_samples].tolist()
+        version = self._versioned_rollout.weight_version
+        if version != self._last_version:
+            self._versions.announce(version, self._cluster.global_steps)
+            self._last_version = version
+        for index, row in enumerate(rows):
+            part = slice(index * num_samples, (index + 1) * num_samples)
+            columns = {name: values[part] for name, values in training_input.items()}
+            self._ask_once(row, columns, config)
+        num_more = self._config.num_asked(len(rows)) - len(self._groups)
+        for row in self._feed.take_early(max(num_more, 0), is_owed=self._config.carries):
+            columns: dict[str, Any] = {
+                name: np.repeat(np.asarray(value)[None], num_samples, axis=0)
+                for name, value in row.items()
+            }
+            columns["trajectory_ids"] = _trajectory_ids(columns[ROW], num_samples)
+            self._ask_once(row[ROW], columns, config)
+        return len(rows)
+
+    def _ask_once(self, row: int, columns: dict[str, Any], config: Any) -> None:
+        """Asks for a group, unless it was taken early."""
+        assert self._groups is not None
+        if row in self._known_rows:
+            return
+        self._known_rows.add(row)
+        self._groups.ask({n: v for n, v in columns.items() if n != ROW}, config)
+
+    def _with_versions(
+        self,
+        example: tunix_grpo.TrainExample,
+        output: VersionedRolloutOutput,
+        width: int,
+    ) -> PartialTrainExample:
+        """Adds the versions of tokens, and with carried groups their log-probs."""
+        assert output.logprobs is not None
+        rows = [self._versions.translate(versions) for versions in output.weight_versions]
+        fields = {f.name: getattr(example, f.name) for f in dataclasses.fields(example)}
+        if self._config.carries:
+            old_BC = np.zeros((len(rows), width), np.float32)
+            for row, logps in zip(old_BC, output.logprobs, strict=True):
+                row[: len(logps)] = logps
+            fields["old_per_token_logps"] = jnp.asarray(old_BC)
+        ages = self._cluster.global_steps - np.concatenate(rows)
+        self._cluster.buffer_metrics(
+            {
+                "over_sampling/mixed_samples": (
+                    np.mean([len(np.unique(row)) > 1 for row in rows]),
+                    np.mean,
+                ),
+                "over_sampling/age_mean": (ages.mean() if ages.size else 0.0, np.mean),
+                "over_sampling/age_max": (ages.max(initial=0), np.max),
+            },
+            mode=_TRAIN,
+        )
+        versions_BC = right_pad(rows, width, NO_VERSION)
+        return PartialTrainExample(**fields, token_versions=versions_BC)
+
+
+def _trajectory_ids(rows: np.ndarray, num_samples: int) -> list[str]:
+    """Tunix's names: the prompt's number in the data, and the sample's in its group."""
+    return [f"{row}_{index % num_samples}" for index, row in enumerate(rows.tolist())]
+
+
+def _check_options(
+    cluster: tunix_cluster.RLCluster, config: tunix_grpo.GRPOConfig, over_sampling: OverSampling
+) -> SglJaxRollout:
+    """Returns the cluster's rollout if all options are consistent."""
+    rollout = require_sgljax_rollout(cluster, "OverSamplingGrpoLearner")
+    if rollout.logprobs_mode == "trainer_match":
+        raise InvalidConfigError(
+            "over-sampling goes without logprobs_mode='trainer_match', which scores the samples of "
+            "one call together"
+        )
+    training = cluster.cluster_config.training_config
+    if training.max_seq_token_per_tpu is not None:
+        raise InvalidConfigError(
+            "over-sampling goes without RLTrainingConfig.max_seq_token_per_tpu "
+            f"({training.max_seq_token_per_tpu}): packed sequences have no versions"
+        )
+    if not over_sampling.carries:
+        return rollout
+    if config.policy_loss_fn not in _USES_OLD_LOGPS:
+        raise InvalidConfigError(
+            f"groups that live through weight updates need a GRPOConfig.policy_loss_fn out of "
+            f"{_USES_OLD_LOGPS}, got {config.policy_loss_fn!r}: another loss may take all tokens "
+            "for the current policy's; OverSampling(unfinished='drop') goes with any"
+        )
+    if rollout.weight_update_mode not in ("retract", "in_place"):
+        raise InvalidConfigError(
+            "groups that live through weight updates need a rollout whose weight_update_mode is "
+            f"'retract' or 'in_place', got {rollout.weight_update_mode!r}"
+        )
+    if cluster.cluster_config.offload_to_cpu:
+        raise InvalidConfigError(
+            "groups that live through weight updates go without ClusterConfig.offload_to_cpu: the "
+            "engine cannot sleep while it has them"
+        )
+    rollout.check_comparable(cluster.get_rollout_config(mode=_TRAIN))
+    return rollout
