@@ -397,7 +397,7 @@ class SglJaxSampler:
         )
 
     def find_differing_weights(self, params: Any) -> list[str]:
-        """See `SglJaxRollout.find_differing_weights`."""
+        """Names of serving weights that are not these, as of `SglJaxRollout`."""
         return self._rollout.find_differing_weights(params)
 
     # ------------------------------------------------------------------ the parts of phases
