@@ -134,6 +134,7 @@ class Run:
     def __init__(self, over_sampling, *, grpo=None, options=None, **changes):
         self.rewarded: list[str] = []
         self.num_evaluated = 0
+        self.error: Exception | None = None
         self.examples: list[Any] = []
         self.versions: list[int] = []
         self.policies: dict[int, Any] = {}
@@ -160,6 +161,8 @@ class Run:
         self.cluster.update_actor = watched
 
     def reward(self, prompts, completions, mode, **_):
+        if self.error is not None:
+            raise self.error
         if mode == str(Mode.TRAIN):
             self.rewarded.extend(prompts[::NUM_GENERATIONS])
         else:
@@ -273,11 +276,7 @@ def test_micro_batches_and_evaluation_between_carried_groups():
 
 def test_a_failure_in_a_reward_leaves_the_engine_free():
     run = Run(OverSampling(factor=2.0))
-
-    def fail(**_):
-        raise ValueError("no reward")
-
-    run.learner.reward_manager = fail
+    run.error = ValueError("no reward")
     with pytest.raises(ValueError, match="no reward"):
         run.train()
 

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.hardware import step_parts
 from benchmarks.interruption import interruptions, sleep_wake
-from benchmarks.throughput import growth, hybrid, options
+from benchmarks.throughput import growth, hybrid, long_tail, options, simulated
 
 QUICK_COMPILE = "that the benchmark runs and what it writes, not its numbers"
 
@@ -49,6 +49,22 @@ def test_growth_with_the_batch(tmp_path):
     data = written(growth.main, tmp_path, "growth", "--series", "batch")
     assert list(data["runs_s"]["batch"]["tiny"]) == ["1", "2"]
     assert "| [growth](growth.md) |" in (tmp_path / "README.md").read_text()
+
+
+def test_the_long_tail(tmp_path):
+    data = written(long_tail.main, tmp_path, "long_tail_tiny")
+    assert list(data["runs_s"]) == list(data["simulated_s"]) == ["fcfs", "longest_first"]
+    assert all(len(each) == 2 for each in data["runs_s"].values())
+    assert data["table"]["rows"] == [1, 4]
+
+
+def test_simulated_rollouts(tmp_path):
+    found = written(simulated.main, tmp_path, "simulated")["found"]
+    assert [(each["hardware"], each["epoch"]) for each in found[:2]] == [
+        ("cpu", "first"),
+        ("cpu", "later"),
+    ]
+    assert all(each["outcomes"][0]["speed"] == 1 for each in found)
 
 
 @pytest.mark.soak

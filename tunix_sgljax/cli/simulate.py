@@ -61,8 +61,9 @@ def run(args: argparse.Namespace) -> int:
         num_rows=args.rows,
         max_age=args.max_age,
         seed=args.seed,
-        **({} if args.prompts is None else {"num_prompts": args.prompts}),
     )
+    if args.prompts is not None:
+        plan = dataclasses.replace(plan, num_prompts=args.prompts)
     say(f"step times: {table.source}")
     emit("| | s a step | speed | idle rows | tail, s | tokens | carried groups | dropped tokens |")
     emit("|---|---:|---:|---:|---:|---:|---:|---:|")
