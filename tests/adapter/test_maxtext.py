@@ -17,6 +17,7 @@ import pytest
 from sgljax_engine import (
     InvalidConfigError,
     KVShape,
+    Rule,
     ScaleConfig,
     UnsupportedModelError,
     WeightSyncError,
@@ -356,4 +357,4 @@ class TestActor:
         mapper = mappings.WeightMapper(
             mapping, to_model_config(self.CONFIG, 64), maxtext_config=self.CONFIG
         )
-        assert [(rule.source, rule.target) for rule in mapper.rules_for({"a": 0})] == [("a", "b")]
+        assert list(mapper.rules_for({"a": 0})) == [Rule("a", "b")]
