@@ -32,6 +32,7 @@ _WORDS = (
     "skip_jax_distributed_system=True",
     "log_config=False",
     "jax_cache_dir=",
+    "attention=dot_product",
     "convert_checkpoint_if_possible=False",
 )
 _HEAD = (

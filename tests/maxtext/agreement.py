@@ -151,14 +151,17 @@ def make_actor(case: Case, dtype: str) -> actors.Actor:
     )
 
 
-def _change_weights(model: nnx.Module, seed: int) -> None:
+def _change_weights(actor: actors.Actor, seed: int) -> None:
     """Adds noise to all weights, and makes embeddings that give plausible logits."""
+    model, config = actor.model, actor.config
     rng, state = np.random.default_rng(seed), nnx.state(model, nnx.Param)
+    is_divided = config.logits_via_embedding and config.normalize_embedding_logits
+    deviation = 0.15 * (config.emb_dim**0.5 if is_divided else 1)
     changed = []
     for path, leaf in nnx.to_flat_state(state):
         value, name = np.asarray(leaf.get_value(), np.float32), str(path[-1])
         if seed == 0 and name == "embedding":
-            value = 0.15 * value / value.std()
+            value = deviation * value / value.std()
         is_factor = "scale" in name or "scalar" in name or name == "bias"
         value = value + rng.normal(size=value.shape) * (0.1 if is_factor else 0.02)
         changed.append((path, leaf.replace(jnp.asarray(value, leaf.get_value().dtype))))
@@ -171,7 +174,7 @@ def _sample(actor: actors.Actor) -> tuple[list[Any], list[list[int]]]:
     rollout = actors.make_rollout(actor, dataclasses.replace(config, kv_cache_size=64))
     rollout.engine  # noqa: B018
     for seed in range(NUM_UPDATES):
-        _change_weights(actor.model, seed)
+        _change_weights(actor, seed)
         rollout.update_params(nnx.state(actor.model, nnx.Param))
     rng = np.random.default_rng(5)
     prompts = [rng.integers(3, actor.config.vocab_size, size).tolist() for size in _PROMPT_LENGTHS]

@@ -20,7 +20,7 @@ def test_log_probs_and_greedy_tokens(case):
     assert exact.difference <= 1e-4, exact
     # Rounding decides near ties in bfloat16; the engine rounds no more than MaxText does.
     assert rounded.error <= 1.25 * rounded.maxtext_error, rounded
-    assert rounded.num_equal >= 0.6 * rounded.num_greedy, rounded
+    assert rounded.num_equal >= rounded.num_greedy / 2, rounded
 
 
 def test_an_adapter_is_an_actor_of_the_plain_rollout():
