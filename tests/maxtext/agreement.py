@@ -267,7 +267,7 @@ def _record(rows: Sequence[Row]) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Measures cases, and records each."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Measures cases, and records each.")
     parser.add_argument(
         "cases", nargs="*", help=f"{CASES[0]}, or {CASES[0].family}; all by default"
     )
