@@ -132,7 +132,7 @@ def train(actor: Actor, num_steps: int, learning_rate: float, **options: Any) ->
     learner = GRPOLearner(
         cluster,
         algo_config=GRPOConfig(num_generations=recipe.NUM_GENERATIONS, beta=0.0),
-        reward_fns=functools.partial(_reward),
+        reward_fns=_reward,
     )
     learner.train(dataset.to_iter_dataset())
     return cluster

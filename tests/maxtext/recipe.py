@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import datasets
@@ -46,8 +47,17 @@ QWEN3 = (
 """Qwen3, tiny, with a head of its own: one that is the embedding repeats its input at first."""
 
 
-def words(folder: Path, num_steps: int, *overrides: str) -> list[str]:
-    """What follows `maxtext rl`, with files written into the folder; later words win."""
+def words(
+    folder: Path, num_steps: int, *overrides: str, without: Collection[str] = ()
+) -> list[str]:
+    """What follows `maxtext rl`, with files written into the folder; later words win.
+
+    Args:
+        folder: For files and results.
+        num_steps: Steps of training.
+        *overrides: Further words.
+        without: Keys that are left to MaxText's rl.yml.
+    """
     tokenizer = write_tokenizer(folder / "tokenizer", names_pad=True)
     rows = [{"question": f"say e, {_NAMES[i % 4]}", "answer": f"#### {i}"} for i in range(64)]
     datasets.Dataset.from_list(rows).to_parquet(folder / "train.parquet")
@@ -82,4 +92,4 @@ def words(folder: Path, num_steps: int, *overrides: str) -> list[str]:
         *overrides,
     )
     latest = {word.partition("=")[0]: word for word in given}
-    return ["rl.yml", *latest.values()]
+    return ["rl.yml", *(word for key, word in latest.items() if key not in without)]

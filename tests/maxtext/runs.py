@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -81,10 +81,10 @@ def watched(patch: pytest.MonkeyPatch) -> Iterator[Run]:
                 cluster.rollout.close()
 
 
-def command(folder: Path, num_steps: int, *overrides: str) -> Run:
+def command(folder: Path, num_steps: int, *overrides: str, without: Collection[str] = ()) -> Run:
     """Runs the command to its end, with an error of its own if it fails."""
     with pytest.MonkeyPatch.context() as patch, watched(patch) as run:
-        argv = ["maxtext", "rl", *recipe.words(folder, num_steps, *overrides)]
+        argv = ["maxtext", "rl", *recipe.words(folder, num_steps, *overrides, without=without)]
         # Not `main`, which would make a line of text of an error.
         assert cli.find_command("maxtext").run(cli.make_parser(argv).parse_args(argv)) == 0
         run.num_engines = len(run.rollout.engine._group.loops)

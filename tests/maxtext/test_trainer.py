@@ -76,14 +76,12 @@ def test_gsm8k_as_maxtext_has_it(tmp_path):
     own = (
         "dataset_name=openai/gsm8k",
         "eval_dataset_name=openai/gsm8k",
-        "dataset_processor_path=",
-        "reward_functions_path=",
-        "reward_functions=",
         "num_test_batches=1",
         "max_prefill_predict_length=512",  # a token is a character
         "max_target_length=528",
     )
-    run = command(tmp_path, 2, *own)
+    files = ("dataset_processor_path", "reward_functions_path", "reward_functions")
+    run = command(tmp_path, 2, *own, without=files)
     assert run.rollout.weight_version == 2
     assert run.differing[-1] == []
     assert [len(texts) for texts in run.texts] == [recipe.BATCH, 16, 16, recipe.BATCH]

@@ -109,7 +109,16 @@ def with_sgljax_engine(pipeline: Any) -> Any:
                 return config
             # Tunix's annotation omits the partial that its code accepts.
             engine: Any = functools.partial(SglJaxRollout, **self._options)
-            return dataclasses.replace(config, rollout_engine=engine)
+            changes: dict[str, Any] = {"rollout_engine": engine}
+            if sections.read_section(self.config, "model_config").get("model_source") == "maxtext":
+                from tunix_sgljax.maxtext.axes import logical_rules
+
+                say("model_source is 'maxtext': the cluster gets MaxText's logical axes (base.yml)")
+                changes["role_to_logical_axis_rule"] = {
+                    role: logical_rules(mesh.axis_names)
+                    for role, mesh in config.role_to_mesh.items()
+                }
+            return dataclasses.replace(config, **changes)
 
     return SglJaxPipeline
 
