@@ -202,10 +202,10 @@ def _scale(pair: _Pair, wrapped: _Wrapped | None) -> float:
 
 def _axes(pair: _Pair) -> dict[str, Any]:
     """The fields of a LoraRule that say which axes of the weight A and B have."""
-    features = getattr(pair.module, "in_features_shape", None)
-    if features is None:
+    sizes = [getattr(pair.module, f"{side}_features_shape", None) for side in ("in", "out")]
+    if sizes[0] is None or sizes[1] is None:
         return {"in_axes": _in_axes(pair)}
-    return _dense_general_axes(pair, len(features), len(pair.module.out_features_shape))
+    return _dense_general_axes(pair, len(sizes[0]), len(sizes[1]))
 
 
 def _dense_general_axes(pair: _Pair, num_in: int, num_out: int) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class UnpaddedRollout:
     def __init__(self, model: Any) -> None:
         self.graphdef, self.state = nnx.split(model)
         rng = np.random.default_rng(0)
-        self.prompts = [rng.integers(5, 100, size) for size in LENGTHS]
+        self.prompts = [rng.integers(5, 100, size).tolist() for size in LENGTHS]
         self.tokens = rng.integers(5, 100, (len(LENGTHS), NUM_TOKENS)).astype(np.int32)
 
     def check_comparable(self, config: Any) -> None:
@@ -71,9 +71,9 @@ class UnpaddedRollout:
             self.score(np.asarray([ids], np.int32), tokens[None])[0]
             for ids, tokens in zip(self.prompts, self.tokens, strict=True)
         ]
-        output = RolloutOutput(
+        output: Any = RolloutOutput(
             text=[""] * len(LENGTHS),
-            logits=None,
+            logits=[],
             tokens=list(self.tokens),
             left_padded_prompt_tokens=padding.left_pad_prompts(self.prompts, max(LENGTHS), PAD_ID),
             logprobs=alone,

@@ -34,7 +34,9 @@ def test_twenty_steps_raise_the_reward(scan, tmp_path, capsys):
 def test_twenty_steps_of_lora_raise_the_reward(tmp_path, capsys):
     words = ("lora.enable_lora=True", "lora.lora_rank=4", "lora.lora_alpha=8.0")
     run = command(tmp_path, 20, *words, "learning_rate=0.03")
-    assert run.rollout.lora_report.num_pairs == 7
+    report = run.rollout.lora_report
+    assert report is not None
+    assert report.num_pairs == 7
     assert run.rollout.weight_version == 20
     assert run.differing == [[]] * 20
     assert run.rewards[-5:].mean() > run.rewards[:5].mean() + 0.1, run.rewards

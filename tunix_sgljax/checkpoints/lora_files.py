@@ -131,9 +131,10 @@ def _split(
     for target, rule in targets:
         part = b
         if isinstance(rule.part, int):  # a fused weight, whose parts are outputs
-            if rule.part_axis in in_axes or b.shape[1 + rule.part_axis] != len(targets):
+            (axis,) = rule.part_axes
+            if axis in in_axes or b.shape[1 + axis] != len(targets):
                 raise ValueError(f"{where}; the second axis of B must be {len(targets)}")
-            part = b.take(rule.part, axis=1 + rule.part_axis)
+            part = b.take(rule.part, axis=1 + axis)
         yield target, a.reshape(-1, rank).T, part.reshape(rank, -1).T
 
 

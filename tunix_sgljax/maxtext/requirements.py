@@ -89,7 +89,7 @@ def install_line(wheels: Sequence[Wheel]) -> str:
 
 
 def check_requirements(
-    python: Sequence[int] = sys.version_info, installed: Mapping[str, str] | None = None
+    python: Sequence[int] = sys.version_info[:3], installed: Mapping[str, str] | None = None
 ) -> None:
     """Refuses an environment in which MaxText's trainer cannot be imported.
 

@@ -188,12 +188,12 @@ def merge_on_host(weight: np.ndarray, a: np.ndarray, b: np.ndarray, term: LoraTe
     shape_a, shape_b = term.shapes(weight.shape, a.shape[-1])
     axes, out_axes = list(range(weight.ndim)), term.out_axes(weight.ndim)
     rank = len(axes)
-    product = np.einsum(
+    operands: list[Any] = [
         a.astype(np.float32).reshape(shape_a),
         [*term.in_axes, *term.stacked_axes, rank],
         b.astype(np.float32).reshape(shape_b) * np.float32(term.scale),
         [rank, *term.stacked_axes, *out_axes],
         axes,
-        optimize=True,  # by matrix products, where it can
-    )
+    ]
+    product = np.einsum(*operands, optimize=True)  # as matrix products, where it can
     return weight.astype(np.float32) + product
