@@ -21,7 +21,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 QWEN3_NEXT = (
     "model_name=qwen3-next-80b-a3b",
-    "base_num_decoder_layers=4",
+    "base_num_decoder_layers=2",
+    "inhomogeneous_layer_cycle_interval=2",
     "base_moe_mlp_dim=32",
     "num_experts=4",
     "num_experts_per_tok=2",
