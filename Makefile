@@ -79,8 +79,8 @@ test-newest: ## Run the fast tests with the newest JAX and all else that pip giv
 	$(NEWEST)/bin/python -m pytest -p tests.newest -m "not slow and not recipes and not soak" $(PYTEST_ARGS)
 
 .PHONY: test-maxtext
-test-maxtext: $(MAXTEXT_STAMP) ## Run the tests with MaxText, in .venv-maxtext; MAXTEXT_ARGS="-k name".
-	$(MAXTEXT)/bin/python -m pytest tests/maxtext $(MAXTEXT_ARGS)
+test-maxtext: $(MAXTEXT_STAMP) ## Run the tests with MaxText, in .venv-maxtext; MAXTEXT_ARGS="-k name", or "-m slow".
+	$(MAXTEXT)/bin/python -m pytest tests/maxtext -m "not slow and not recipes and not soak" $(MAXTEXT_ARGS)
 
 .PHONY: bench
 bench: $(STAMP) ## Measure against every peer, in two hours; pass options with BENCH_ARGS="--quick".

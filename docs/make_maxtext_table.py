@@ -10,14 +10,11 @@ Needs MaxText: `make test-maxtext` makes an environment with it, and compares th
 from __future__ import annotations
 
 import collections
+import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-from maxtext.checkpoint_conversion.utils.hf_model_configs import HF_MODEL_CONFIGS
-from maxtext.configs import pyconfig
-from maxtext.utils.globals import MAXTEXT_CONFIGS_DIR
 
 from sgljax_engine import UnsupportedModelError
 from tunix_sgljax.maxtext.model_config import to_model_config
@@ -25,13 +22,19 @@ from tunix_sgljax.maxtext.model_config import to_model_config
 OUTPUT = Path(__file__).with_name("maxtext_models.md")
 _ROOT = Path(__file__).parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results" / "maxtext.json"
-_BASE = Path(MAXTEXT_CONFIGS_DIR)
+_TABLE = "maxtext.checkpoint_conversion.utils.hf_model_configs"
+# By name: types are checked without MaxText.
+MODELS: Any = importlib.import_module(_TABLE).HF_MODEL_CONFIGS
+"""The models that `TunixMaxTextAdapter` takes."""
+pyconfig: Any = importlib.import_module("maxtext.configs.pyconfig")
+_CONFIGS = Path(importlib.import_module("maxtext.utils.globals").MAXTEXT_CONFIGS_DIR)
 _WORDS = (
     "run_name=table",
     "hardware=cpu",
     "skip_jax_distributed_system=True",
     "log_config=False",
     "jax_cache_dir=",
+    "attention=dot_product",
     "convert_checkpoint_if_possible=False",
 )
 _HEAD = (
@@ -54,7 +57,7 @@ def render(text: str) -> str:
 
 def _models() -> Iterator[str]:
     models = collections.defaultdict(list)
-    for name in HF_MODEL_CONFIGS:
+    for name in MODELS:
         models[_answer(name)].append(f"`{name}`")
     yield "| models | |"
     yield "|---|---|"
@@ -65,7 +68,7 @@ def _models() -> Iterator[str]:
 def _answer(name: str) -> str:
     """What the converter says to the config that MaxText has for a model."""
     file = name.removesuffix("-Instruct")
-    if not (_BASE / "models" / f"{file}.yml").is_file():
+    if not (_CONFIGS / "models" / f"{file}.yml").is_file():
         return "no: MaxText has no config file of that name"
     try:
         model = to_model_config(_config(name), context_length=4096)
@@ -78,13 +81,12 @@ def _answer(name: str) -> str:
 
 def _config(name: str) -> Any:
     """MaxText's own config of a model, with flat layers if it refuses to scan them."""
-    for words in ((), ("override_model_config=True", "scan_layers=False")):
-        argv = ["", str(_BASE / "base.yml"), f"model_name={name}", *_WORDS, *words]
-        try:
-            return pyconfig._initialize_pydantic(argv)
-        except ValueError as error:
-            problem = error
-    raise problem
+    argv = ["", str(_CONFIGS / "base.yml"), f"model_name={name}", *_WORDS]
+    try:
+        return pyconfig._initialize_pydantic(argv)
+    except ValueError:
+        flat = ("override_model_config=True", "scan_layers=False")
+        return pyconfig._initialize_pydantic([*argv, *flat])
 
 
 def _agreement() -> Iterator[str]:

@@ -350,13 +350,18 @@ def _stacked_axis(sharding: Any) -> int | None:
 
 
 def _matching(pattern: str, names: Iterable[str]) -> list[str]:
-    regex = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+    regex = _regex(pattern)
     return [name for name in names if regex.fullmatch(name)]
 
 
+def _regex(pattern: str) -> re.Pattern[str]:
+    """With a group for each `*`, which stands for a component or part of one."""
+    return re.compile(re.escape(pattern).replace(r"\*", r"([^.]+)"))
+
+
 def _fill(target: str, pattern: str, name: str) -> str:
-    values = [n for p, n in zip(pattern.split("."), name.split("."), strict=True) if p == "*"]
-    for value in values:
+    found = _regex(pattern).fullmatch(name)
+    for value in () if found is None else found.groups():
         target = target.replace("*", value, 1)
     return target
 

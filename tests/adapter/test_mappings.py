@@ -346,6 +346,14 @@ def test_a_star_stands_for_one_component():
     assert [rule.source for rule in mappings.to_rules(mapping, names, "any")] == ["layers.0.w"]
 
 
+def test_a_star_may_stand_for_part_of_a_component():
+    """MaxText's flat layers are called layers_0, layers_1."""
+    mapping = MappingConfig(to_hf_mappings={"layers_*.mlp.*.w": "layers.*.*.weight"})
+    assert mappings.to_rules(mapping, ["layers_12.mlp.up.w"], "any") == (
+        Rule("layers_12.mlp.up.w", "layers.12.up.weight"),
+    )
+
+
 def test_the_shipped_mapping_of_tunix_agrees_with_ours(model, untied):
     """So that a Tunix that ships another mapping some day is noticed here."""
     for actor in (model, untied):

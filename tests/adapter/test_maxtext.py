@@ -17,6 +17,7 @@ import pytest
 from sgljax_engine import (
     InvalidConfigError,
     KVShape,
+    Rule,
     ScaleConfig,
     UnsupportedModelError,
     WeightSyncError,
@@ -340,6 +341,15 @@ class TestActor:
             model, eos_token_ids=(7,)
         )
 
+    def test_dtypes_may_be_numpys(self):
+        """As `pyconfig.initialize` gives them."""
+        names = {"dtype": "bfloat16", "weight_dtype": "float32"}
+        dtypes = {name: jnp.dtype(dtype) for name, dtype in names.items()}
+        config = config_of("qwen3-0.6b-scanned-tied", **dtypes)
+        wanted = config_of("qwen3-0.6b-scanned-tied", **names)
+        assert to_model_config(config, 64) == to_model_config(wanted, 64)
+        assert model_config.compute_dtype(config) == "bfloat16"
+
     def test_its_own_mapping_for_vllm_is_not_taken(self):
         def refused() -> Any:
             raise ValueError("gemma4-31b vLLM weight mapping not found.")
@@ -356,4 +366,4 @@ class TestActor:
         mapper = mappings.WeightMapper(
             mapping, to_model_config(self.CONFIG, 64), maxtext_config=self.CONFIG
         )
-        assert [(rule.source, rule.target) for rule in mapper.rules_for({"a": 0})] == [("a", "b")]
+        assert list(mapper.rules_for({"a": 0})) == [Rule("a", "b")]

@@ -128,13 +128,40 @@ CASES = [
 
 def measure(case: Case) -> list[Row]:
     """The rows of a case, float32 first."""
-    exact, rounded = (make_actor(case, dtype) for dtype in ("float32", "bfloat16"))
+    exact, rounded = (Scorer(make_actor(case, dtype)) for dtype in ("float32", "bfloat16"))
     rows = []
-    for actor in (exact, rounded):
-        outputs, tokens = _sample(actor)
-        nnx.update(exact.model, nnx.state(actor.model, nnx.Param))
-        rows.append(_compare(case, actor, exact, outputs, tokens))
+    for scorer in (exact, rounded):
+        outputs, tokens = _sample(scorer.actor)
+        nnx.update(exact.actor.model, nnx.state(scorer.actor.model, nnx.Param))
+        rows.append(_compare(case, scorer, exact, outputs, tokens))
     return rows
+
+
+class Scorer:
+    """MaxText's log-probs under the weights of an actor, by one program for all calls."""
+
+    def __init__(self, actor: actors.Actor) -> None:
+        """Compiles nothing yet."""
+        self.actor = actor
+        graph = nnx.graphdef(actor.model)
+
+        def logits(state: Any, ids: jax.Array, mask: jax.Array) -> jax.Array:
+            positions = utils.build_positions_from_mask(mask)
+            attention = utils.make_causal_attn_mask(mask)
+            return nnx.merge(graph, state)(ids, positions, None, attention)[0]
+
+        self._logits = jax.jit(logits)
+
+    def score(self, rows: Sequence[Sequence[int]]) -> np.ndarray:
+        """Log-probs [rows, NUM_NEW, vocabulary] of the last tokens, float64."""
+        length = max(_PROMPT_LENGTHS) + NUM_NEW
+        ids = np.array([[actors.PAD_ID] * (length - len(row)) + list(row) for row in rows])
+        mask = np.array([[False] * (length - len(row)) + [True] * len(row) for row in rows])
+        with jax.set_mesh(self.actor.mesh):
+            logits = self._logits(nnx.state(self.actor.model), ids, mask)
+        logits = np.asarray(logits, np.float64)[:, -NUM_NEW - 1 : -1]
+        logits -= logits.max(-1, keepdims=True)
+        return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
 def make_actor(case: Case, dtype: str) -> actors.Actor:
@@ -151,14 +178,17 @@ def make_actor(case: Case, dtype: str) -> actors.Actor:
     )
 
 
-def _change_weights(model: nnx.Module, seed: int) -> None:
+def _change_weights(actor: actors.Actor, seed: int) -> None:
     """Adds noise to all weights, and makes embeddings that give plausible logits."""
+    model, config = actor.model, actor.config
     rng, state = np.random.default_rng(seed), nnx.state(model, nnx.Param)
+    is_divided = config.logits_via_embedding and config.normalize_embedding_logits
+    deviation = 0.15 * (config.emb_dim**0.5 if is_divided else 1)
     changed = []
     for path, leaf in nnx.to_flat_state(state):
         value, name = np.asarray(leaf.get_value(), np.float32), str(path[-1])
         if seed == 0 and name == "embedding":
-            value = 0.15 * value / value.std()
+            value = deviation * value / value.std()
         is_factor = "scale" in name or "scalar" in name or name == "bias"
         value = value + rng.normal(size=value.shape) * (0.1 if is_factor else 0.02)
         changed.append((path, leaf.replace(jnp.asarray(value, leaf.get_value().dtype))))
@@ -171,7 +201,7 @@ def _sample(actor: actors.Actor) -> tuple[list[Any], list[list[int]]]:
     rollout = actors.make_rollout(actor, dataclasses.replace(config, kv_cache_size=64))
     rollout.engine  # noqa: B018
     for seed in range(NUM_UPDATES):
-        _change_weights(actor.model, seed)
+        _change_weights(actor, seed)
         rollout.update_params(nnx.state(actor.model, nnx.Param))
     rng = np.random.default_rng(5)
     prompts = [rng.integers(3, actor.config.vocab_size, size).tolist() for size in _PROMPT_LENGTHS]
@@ -190,35 +220,16 @@ def _sample(actor: actors.Actor) -> tuple[list[Any], list[list[int]]]:
     return outputs, tokens
 
 
-def _scores(actor: actors.Actor, rows: Sequence[Sequence[int]]) -> np.ndarray:
-    """MaxText's log-probs [rows, NUM_NEW, vocabulary] of the last tokens, float64."""
-    length = max(_PROMPT_LENGTHS) + NUM_NEW
-    ids = np.array([[actors.PAD_ID] * (length - len(row)) + list(row) for row in rows])
-    mask = np.array([[False] * (length - len(row)) + [True] * len(row) for row in rows])
-    graph, state = nnx.split(actor.model)
-
-    @jax.jit
-    def forward(state: Any, ids: jax.Array, mask: jax.Array) -> jax.Array:
-        positions = utils.build_positions_from_mask(mask)
-        attention = utils.make_causal_attn_mask(mask)
-        return nnx.merge(graph, state)(ids, positions, None, attention)[0]
-
-    with jax.set_mesh(actor.mesh):
-        logits = np.asarray(forward(state, ids, mask), np.float64)[:, -NUM_NEW - 1 : -1]
-    logits -= logits.max(-1, keepdims=True)
-    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-
-
 def _compare(
     case: Case,
-    actor: actors.Actor,
-    exact: actors.Actor,
+    scorer: Scorer,
+    exact: Scorer,
     outputs: Sequence[Any],
     tokens: Sequence[Sequence[int]],
 ) -> Row:
-    scores = _scores(actor, tokens)
-    alone = np.concatenate([_scores(actor, [row]) for row in tokens])
-    in_float32 = scores if actor is exact else _scores(exact, tokens)
+    scores = scorer.score(tokens)
+    alone = np.concatenate([scorer.score([row]) for row in tokens])
+    in_float32 = scores if scorer is exact else exact.score(tokens)
     chosen = np.array([output.output_ids for output in outputs])[..., None]
     own = np.array([output.logprobs for output in outputs])
     wanted, wanted_alone, wanted_exactly = (
@@ -228,7 +239,7 @@ def _compare(
     greedy = chosen[: len(_PROMPT_LENGTHS), :, 0]
     return Row(
         case=case,
-        dtype=str(actor.config.dtype.value),
+        dtype=str(scorer.actor.config.dtype.value),
         num_equal=int((scores[: len(greedy)].argmax(-1) == greedy).sum()),
         num_greedy=greedy.size,
         difference=float(np.abs(own - wanted).max()),
@@ -264,7 +275,7 @@ def _record(rows: Sequence[Row]) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Measures cases, and records each."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Measures cases, and records each.")
     parser.add_argument(
         "cases", nargs="*", help=f"{CASES[0]}, or {CASES[0].family}; all by default"
     )

@@ -6,6 +6,8 @@ import enum
 from collections.abc import Collection
 from typing import Any
 
+import numpy as np
+
 from sgljax_engine import UnsupportedModelError
 
 CONFIG_MODULES = ("maxtext.configs.types", "maxtext.configs.pyconfig")
@@ -55,6 +57,8 @@ def get(config: Any, name: str) -> Any:
         raise UnsupportedModelError(
             f"MaxText's config has no field {name!r}; this reads configs of maxtext 0.2.5"
         ) from None
+    if isinstance(value, np.dtype):  # as pyconfig.initialize gives them
+        return value.name
     return value.value if isinstance(value, enum.Enum) else value
 
 

@@ -51,26 +51,13 @@ def to_model_config(config: Any, context_length: int) -> ModelConfig:
     Raises:
         UnsupportedModelError: names the field that the engine cannot compute.
     """
-    block = get(config, "decoder_block")
     require(config, "decoder_block", _ARCHITECTURES)
+    block = get(config, "decoder_block")
     check_fields(config)
-    require(config, "mlp_activations", [_GELU if block.startswith("gemma") else _SILU])
-    is_gemma = block.startswith("gemma")
-    if is_gemma:
-        _check_gemma(config, block)
-    elif block == "qwen2":
-        require(config, "attention_bias", (True,), " with decoder_block='qwen2'")
-        require(config, "use_qk_norm", (False,), " with decoder_block='qwen2'")
-    elif block.startswith("qwen3"):
-        require(config, "use_qk_norm", (True,), f" with decoder_block={block!r}")
-    moe = _moe(config, block)
-    size = get(config, "mlp_dim")
-    if moe is not None:
-        size = moe.intermediate_size
-        if moe.is_beside_mlp:
-            size = get(config, "shared_experts") * get(config, "mlp_dim")
-    kv_layers = _kv_layers(config, block)
+    _check_block(config, block)
+    moe, kv_layers = _moe(config, block), _kv_layers(config, block)
     is_wide = bool(kv_layers) and get(config, "use_double_wide_mlp")
+    size = _mlp_size(config, moe)
     is_tied = get(config, "logits_via_embedding")
     return ModelConfig(
         architecture=_ARCHITECTURES[block],
@@ -92,7 +79,7 @@ def to_model_config(config: Any, context_length: int) -> ModelConfig:
         ),
         shared_kv_intermediate_size=2 * size if is_wide else None,
         moe=moe,
-        scales=_scales(config, is_gemma=is_gemma),
+        scales=_scales(config, is_gemma=block.startswith("gemma")),
     )
 
 
@@ -113,18 +100,36 @@ def is_interleaved(config: Any) -> bool:
     return name.startswith("llama3.1") or kind.startswith("llama3.1")
 
 
-def _check_gemma(config: Any, block: str) -> None:
-    reason = f" with decoder_block={block!r}"
-    # MaxText gives its config's epsilon to some norms of these layers alone.
-    require(config, "normalization_layer_epsilon", (1e-6,), reason)
-    if block != "gemma4_small":
+def _check_block(config: Any, block: str) -> None:
+    """Refuses what the engine's architecture lacks."""
+    reason, is_gemma = f" with decoder_block={block!r}", block.startswith("gemma")
+    require(config, "mlp_activations", [_GELU if is_gemma else _SILU], reason)
+    if block == "qwen2":
+        require(config, "attention_bias", (True,), reason)
+    if block.startswith("qwen"):
+        require(config, "use_qk_norm", (block != "qwen2",), reason)
+    if is_gemma:
+        # MaxText gives its config's epsilon to some norms of these layers alone.
+        require(config, "normalization_layer_epsilon", (1e-6,), reason)
+    if block in ("gemma2", "gemma3", "gemma4"):
         require(config, "use_post_attn_norm", (True,), reason)
         require(config, "use_post_ffw_norm", (True,), reason)
     if block.startswith("gemma4"):
         require(config, "v_norm_with_scale", (False,), reason)
-    if block == "gemma4_small" and get(config, "hidden_size_per_layer_input"):
-        require(config, "vocab_size_per_layer_input", (get(config, "vocab_size"),), reason)
+    if block == "gemma4_small":
         require(config, "share_kv_projections", (False,), reason)
+        if get(config, "hidden_size_per_layer_input"):
+            vocab_size = get(config, "vocab_size")
+            require(config, "vocab_size_per_layer_input", (vocab_size,), reason)
+
+
+def _mlp_size(config: Any, moe: MoEConfig | None) -> int:
+    """`ModelConfig.intermediate_size`: of shared experts, where there are some, their sum."""
+    if moe is None:
+        return get(config, "mlp_dim")
+    if not moe.is_beside_mlp:
+        return moe.intermediate_size
+    return get(config, "shared_experts") * get(config, "mlp_dim")
 
 
 def _moe(config: Any, block: str) -> MoEConfig | None:
@@ -210,11 +215,10 @@ def _kv_layers(config: Any, block: str) -> tuple[int, ...]:
 def _rope(config: Any, block: str, *, slides: bool) -> RopeConfig:
     theta, factor = get(config, "rope_max_timescale"), get(config, "rope_linear_scaling_factor")
     if is_interleaved(config):
-        reason = " with decoder_block='llama2' alone"
         if block != "llama2":
             raise UnsupportedModelError(
-                f"MaxText's rope_type={get(config, 'rope_type')!r} is supported{reason}, got "
-                f"{block!r}"
+                f"MaxText's rope_type={get(config, 'rope_type')!r} is not supported with "
+                f"decoder_block={block!r}, only with 'llama2'"
             )
         scaling = _LLAMA3_SCALING if get(config, "rope_use_scale") else None
         return RopeConfig(theta=float(theta), llama3=scaling)
