@@ -356,3 +356,12 @@ def test_random_weights(small):
     assert len(output.output_ids) == 64
     specs = get_model(config.architecture).param_specs(config)
     assert any(name.endswith("linear_attn.A_log") for name in specs)
+
+
+@pytest.mark.parametrize(
+    "num_examples",
+    [pytest.param(20, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.soak)],
+)
+def test_interrupt_machine(num_examples):
+    """Runs the machine that models without states have, with few slots for states."""
+    run_python("-W", "ignore", "-m", "tests.engine.hybrid_machine", num_examples, num_devices=1)
