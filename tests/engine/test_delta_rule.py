@@ -50,6 +50,11 @@ def random_tokens(num_tokens, seed=0, slowest=1e-3):
     return [x.astype(np.float32) for x in arrays]
 
 
+def net_inputs(arrays):
+    """Inputs of any kind of array."""
+    return NetInputs(*map(jnp.asarray, arrays))
+
+
 def reference(q, k, v, decay, rate):
     """The rule in float64; outputs [T, V, d]."""
     q, k, v, decay, rate = (np.asarray(x, np.float64) for x in (q, k, v, decay, rate))
@@ -144,7 +149,7 @@ class TestWhereStatesLive:
             qkv = rng.standard_normal((length, NET.num_channels))
             decay = -rng.exponential(size=(length, NET.num_value_heads)) * 0.1
             rate = rng.uniform(size=(length, NET.num_value_heads))
-            return NetInputs(*(x.astype(np.float32) for x in (qkv, decay, rate)))
+            return net_inputs(x.astype(np.float32) for x in (qkv, decay, rate))
 
         weight = rng.standard_normal((NET.num_channels, NET.conv_size)).astype(np.float32)
         return [one(length) for length in cls.LENGTHS], weight
@@ -156,11 +161,11 @@ class TestWhereStatesLive:
         for inputs, start, end in pieces:
             for first in range(start, end, BLOCK):
                 last = min(first + BLOCK, end)
-                part = NetInputs(*(x[first:last] for x in inputs))
+                part = net_inputs(x[first:last] for x in inputs)
                 more = BLOCK - (last - first)
                 # What is no token must not matter.
                 batch.append(
-                    NetInputs(*(np.pad(x, ((0, more), (0, 0)), constant_values=7.0) for x in part))
+                    net_inputs(np.pad(x, ((0, more), (0, 0)), constant_values=7.0) for x in part)
                 )
                 firsts.append(first)
                 lens.append(last)
@@ -170,15 +175,16 @@ class TestWhereStatesLive:
             for _ in range(start, end, BLOCK)
         ]
         # An unused block at the end.
-        batch.append(NetInputs(*(np.full_like(x, 9.0) for x in batch[0])))
+        batch.append(net_inputs(np.full_like(x, 9.0) for x in batch[0]))
         firsts, lens, owners = [*firsts, 0], [*lens, 0], [*owners, NO_SLOT]
         positions = np.array(firsts, np.int32)[:, None] + np.arange(BLOCK, dtype=np.int32)
         tables = BlockTables(
-            np.zeros((len(firsts), 1), np.int32), positions, np.array(lens, np.int32)
+            jnp.zeros((len(firsts), 1), jnp.int32),
+            jnp.asarray(positions),
+            jnp.array(lens, jnp.int32),
         )
-        tables = jax.tree.map(jnp.asarray, tables)
         recur = block_recur(NET, tables, jnp.array(owners, jnp.int32))
-        inputs = NetInputs(*(jnp.concatenate(x) for x in zip(*batch, strict=True)))
+        inputs = net_inputs(jnp.concatenate(x) for x in zip(*batch, strict=True))
         out, layer = recur(inputs, weight, layer)
         out = np.asarray(out).reshape(len(firsts), BLOCK, *out.shape[1:])
         found, at = [], 0
@@ -209,18 +215,18 @@ class TestWhereStatesLive:
         (a, b), weight = inputs
         expected, _ = self.run([(a, 0, 53), (b, 0, 38)], weight, [0, 1], self.dirty())
         _, layer = self.run([(a, 0, 45), (b, 0, 30)], weight, [0, 1], self.dirty())
-        layer = LayerState(*(x[:2] for x in layer))
+        layer = jax.tree.map(lambda x: x[:2], layer)
         recur = row_recur(NET, jnp.array([True, True]))
         for step in range(8):
-            rows = [NetInputs(*(x[45 + step] for x in a)), NetInputs(*(x[30 + step] for x in b))]
-            out, layer = recur(NetInputs(*map(np.stack, zip(*rows, strict=True))), weight, layer)
+            rows = [net_inputs(x[45 + step] for x in a), net_inputs(x[30 + step] for x in b)]
+            out, layer = recur(net_inputs(map(np.stack, zip(*rows, strict=True))), weight, layer)
             for row, start in enumerate((45, 30)):
                 np.testing.assert_allclose(out[row], expected[row][start + step], atol=2e-6)
 
     def test_rows_that_take_no_token_keep_their_states(self, inputs):
         (a, b), weight = inputs
         layer = self.dirty(2)
-        rows = NetInputs(*(np.stack([x[0], y[0]]) for x, y in zip(a, b, strict=True)))
+        rows = net_inputs(np.stack([x[0], y[0]]) for x, y in zip(a, b, strict=True))
         _, new = row_recur(NET, jnp.array([False, True]))(rows, weight, layer)
         for before, after in zip(layer, new, strict=True):
             np.testing.assert_array_equal(before[0], after[0])

@@ -19,6 +19,7 @@ from sgljax_engine import (
     InvalidConfigError,
     LoraRule,
     SamplingParams,
+    WeightRule,
     load_model_config,
     logical_rules,
 )
@@ -209,7 +210,8 @@ class TestSlots:
         calls = start_all(scarce, prompts, PARAMS)
         assert scarce.get_internal_state().free_state_slots == 0
         scarce.abort_request(abort_all=True)
-        assert [output.finish.type for output in results(calls)] == ["abort"] * 2
+        ends = [output.finish for output in results(calls)]
+        assert [end and end.type for end in ends] == ["abort"] * 2
         wait_until(scarce, lambda state: state.free_state_slots == 2)
         assert scarce.flush_cache().success
         assert scarce.release_kv_cache() > 0
@@ -288,7 +290,8 @@ class TestAdapters:
     @pytest.fixture(scope="class")
     @classmethod
     def outputs(cls):
-        weights, rules = logical_weights(HYBRID), list(logical_rules(HYBRID))
+        weights = logical_weights(HYBRID)
+        rules: list[WeightRule] = list(logical_rules(HYBRID))
         rng, pairs = np.random.default_rng(5), {}
         for name, spec in get_model(HYBRID.architecture).param_specs(HYBRID).items():
             projection = name.removesuffix(".weight")
@@ -356,3 +359,12 @@ def test_random_weights(small):
     assert len(output.output_ids) == 64
     specs = get_model(config.architecture).param_specs(config)
     assert any(name.endswith("linear_attn.A_log") for name in specs)
+
+
+@pytest.mark.parametrize(
+    "num_examples",
+    [pytest.param(20, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.soak)],
+)
+def test_interrupt_machine(num_examples):
+    """Runs the machine that models without states have, with few slots for states."""
+    run_python("-W", "ignore", "-m", "tests.engine.hybrid_machine", num_examples, num_devices=1)

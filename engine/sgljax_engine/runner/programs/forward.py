@@ -264,7 +264,7 @@ def _split_caches(
     pages = tuple(
         c.pages if isinstance(c, DecodeCache) else c
         for c in caches
-        if not isinstance(c, LayerState)
+        if isinstance(c, (LayerKV, DecodeCache))
     )
     return pages, tuple(c.contiguous for c in caches if isinstance(c, DecodeCache)), states
 
