@@ -179,9 +179,10 @@ def make_actor(case: Case, dtype: str) -> actors.Actor:
 
 
 def _change_weights(actor: actors.Actor, seed: int) -> None:
-    """Adds noise to all weights, and makes embeddings that give plausible logits."""
+    """Adds noise to all weights; at first, makes logits and products of attention plausible."""
     model, config = actor.model, actor.config
     rng, state = np.random.default_rng(seed), nnx.state(model, nnx.Param)
+    is_gemma4 = config.model_name.startswith("gemma4")
     is_divided = config.logits_via_embedding and config.normalize_embedding_logits
     deviation = 0.15 * (config.emb_dim**0.5 if is_divided else 1)
     changed = []
@@ -189,6 +190,9 @@ def _change_weights(actor: actors.Actor, seed: int) -> None:
         value, name = np.asarray(leaf.get_value(), np.float32), str(path[-1])
         if seed == 0 and name == "embedding":
             value = deviation * value / value.std()
+        if seed == 0 and is_gemma4 and "query_norm" in path:
+            # Trained weights hold the factor of attention, which Gemma 4 does not have.
+            value = value * value.shape[0] ** -0.5
         is_factor = "scale" in name or "scalar" in name or name == "bias"
         value = value + rng.normal(size=value.shape) * (0.1 if is_factor else 0.02)
         changed.append((path, leaf.replace(jnp.asarray(value, leaf.get_value().dtype))))
