@@ -504,7 +504,7 @@ RECIPES = (
         "agentic GRPO, Qwen3.5 35B-A3B with MaxText's model",
         "examples/math_gsm8k/qwen_agentic_maxtext.py",
         "script",
-        "Qwen3.5, which the engine does not implement yet, and brings its own rollout class",
+        "MaxText's actors of Qwen3.5, which have no rules yet, and brings its own rollout class",
     ),
     Recipe(
         number=29,
