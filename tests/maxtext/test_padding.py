@@ -21,7 +21,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 QWEN3_NEXT = (
     "model_name=qwen3-next-80b-a3b",
-    "base_num_decoder_layers=4",
+    "base_num_decoder_layers=2",
+    "inhomogeneous_layer_cycle_interval=2",
     "base_moe_mlp_dim=32",
     "num_experts=4",
     "num_experts_per_tok=2",
@@ -33,7 +34,7 @@ QWEN3_NEXT = (
     "sparse_matmul=False",
     "capacity_factor=-1.0",
 )
-LENGTHS = (12, 9, 5)
+LENGTHS = (9, 5)
 NUM_TOKENS = 8
 
 
@@ -99,11 +100,11 @@ def drawn(actor):
 def test_padding_is_named_where_it_enters(words):
     rollout: Any = UnpaddedRollout(drawn(actors.make(*words)).model)
     model = nnx.merge(rollout.graphdef, rollout.state)
-    report = mismatch_report(rollout, model, ["a", "b", "c"])
+    report = mismatch_report(rollout, model, ["a", "b"])
     if not words:
         assert report.is_within(), str(report)
         return
-    assert sorted(report.rows_off()) == [1, 2]  # the first row has no padding
+    assert sorted(report.rows_off()) == [1]  # the first row has no padding
     assert report.padding is not None
     assert report.padding.with_padding > 0.1 > 1e-3 > report.padding.without
     assert "convolution of its gated delta nets" in report.padding.fault
