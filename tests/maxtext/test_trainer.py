@@ -84,8 +84,8 @@ def test_gsm8k_as_maxtext_has_it(tmp_path):
     )
     files = ("dataset_processor_path", "reward_functions_path", "reward_functions")
     run = command(tmp_path, 2, *own, without=files)
-    assert run.rollout.weight_version == 2
-    assert run.differing[-1] == []
+    # train_rl syncs before its first evaluation too.
+    assert run.differing == [[]] * 3
     assert [len(texts) for texts in run.texts] == [recipe.BATCH, 16, 16, recipe.BATCH]
 
 
