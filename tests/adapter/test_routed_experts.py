@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import closing
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ def rollout_of(**fields):
     return closing(new_rollout(model, rollout_config=later(**fields)))
 
 
-def experts_of(rollout, config):
+def experts_of(rollout, config) -> Any:
     output = rollout.generate(PROMPTS, config)
     assert [len(row) for row in output.tokens] == [6, 6]
     return output.routed_experts

@@ -71,7 +71,7 @@ def routed() -> Routed:
     def run(ids):
         positions = jnp.arange(len(ids), dtype=jnp.int32)
         return definition.forward(
-            weights, context, ids, positions, attend, None, Together(), None
+            weights, context, ids, positions, attend, None, Together(), None, None
         ).routed
 
     def find(tokens):

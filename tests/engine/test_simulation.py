@@ -8,6 +8,7 @@ import math
 import random
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -41,9 +42,14 @@ def num_steps(report):
     return report.seconds / STEP_S
 
 
-def steps_of(lengths, count=1, table=FLAT, **plan):
+def steps_of(lengths: Any, count: int = 1, table: Any = FLAT, **plan: Any):
     """Reports of steps of groups with one sample each."""
-    given = {"num_groups": 4, "num_samples": 1, "num_rows": 2, "prompt_tokens": 4} | plan
+    given: dict[str, Any] = {
+        "num_groups": 4,
+        "num_samples": 1,
+        "num_rows": 2,
+        "prompt_tokens": 4,
+    } | plan
     return list(Simulation(Plan(**given), lengths, table).steps(count))
 
 

@@ -79,7 +79,7 @@ def hidden_bits(model: Model, ids: np.ndarray, width: int) -> np.ndarray:
         positions = ids * 3 % TINY.context_length
         tokens = tokens_in_tiles((width,), len(ids), jnp.int32(len(ids)))
         return model.definition.forward(
-            weights, context, ids, positions, attend, None, tokens, None
+            weights, context, ids, positions, attend, None, tokens, None, None
         )[0]
 
     options = compiler_options(model.is_own_cpu)

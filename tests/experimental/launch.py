@@ -3,13 +3,10 @@
 python tests/experimental/launch.py FOLDER --process_main=...
 """
 
+import importlib
 import sys
 
 if __name__ == "__main__":
-    from tunix.experimental.distributed.runtime import (
-        discovery,  # pyright: ignore
-        main,  # pyright: ignore
-    )
-
-    discovery.__path__.append(sys.argv.pop(1))
-    main.main(sys.argv)
+    runtime = "tunix.experimental.distributed.runtime"
+    importlib.import_module(f"{runtime}.discovery").__path__.append(sys.argv.pop(1))
+    importlib.import_module(f"{runtime}.main").main(sys.argv)

@@ -161,7 +161,12 @@ def test_a_lost_worker_ends_the_run(tmp_path, generated, model_folder):
     """Tunix's orchestrator alone waits for its episodes for ever."""
     with ExitStack() as stack:
         run = Run(stack, tmp_path, generated, model_folder, 10_000)
-        said = run.follow(lambda line: "policy_version=2 " in line and run.rollout.kill())
+
+        def kill_in_step_2(line: str) -> None:
+            if "policy_version=2 " in line:
+                run.rollout.kill()
+
+        said = run.follow(kill_in_step_2)
         assert run.orchestrator.wait() == 1
         assert "WorkerLostError: worker sgljax-rollout-0 at localhost:" in said
         assert "start it and the run again" in said

@@ -138,7 +138,7 @@ def command_config(recipe: Recipe, folder: Path) -> dict[str, Any]:
     config["actor_model_config"] |= actor
     if own is not None:
         config["rollout_model_config"]["mesh"] = {"shape": str(own), "axis_names": names}
-    if recipe.needs_maxtext:
+    if recipe.elsewhere == "maxtext":
         for role in ("", "actor_", "reference_", "rollout_"):
             config[f"{role}model_config"]["model_source"] = "maxtext"
     names_pad = not recipe.pad_is_eos

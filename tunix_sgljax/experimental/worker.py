@@ -102,7 +102,8 @@ class SglJaxRolloutWorker(RolloutWorker):
         response = super()._to_rollout_response(item, *args, **kwargs)
         version = self._episodes.get(getattr(item, "trajectory_id", ""))
         if version is not None:
-            for holder in (response, getattr(response, "payload", None)):
+            holders: list[Any] = [response, getattr(response, "payload", None)]
+            for holder in holders:
                 if hasattr(holder, "policy_version"):
                     holder.policy_version = version
         return response

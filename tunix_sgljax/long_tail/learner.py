@@ -189,7 +189,7 @@ class OverSamplingGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
 
     def _with_versions(
         self,
-        example: tunix_grpo.TrainExample,
+        example: Any,
         output: VersionedRolloutOutput,
         width: int,
     ) -> PartialTrainExample:
