@@ -99,5 +99,6 @@ class PreparedOutputs:
             tokens=output.tokens[part],
             left_padded_prompt_tokens=output.left_padded_prompt_tokens[part],
             logprobs=None if output.logprobs is None else output.logprobs[part],
+            routed_experts=None if output.routed_experts is None else output.routed_experts[part],
             weight_versions=output.weight_versions[part],
         )
