@@ -42,7 +42,22 @@ _TAIL = """
 the rollout shares unless there is a second. The PPO recipes ran as programs with Tunix's
 `PPOLearner`, since google-tunix 0.1.7 has no command for them; their critic is a small Qwen3, for
 0.1.7 cannot make one of a Gemma or a Llama.
+
+## Newer recipes
+
+Tunix's main has more of them after {commit}, all with workers over gRPC and Raiden, its transfer
+between TPUs. They were read, each at the commit that it links to, and not run: no whole checkout of
+their time was to be had.
+
+| recipe | model | here |
+|---|---|---|
+| [recipes/ci_smoke_gsm8k_qwen3_0p6b.sh]({examples_035dbdb9}/recipes/ci_smoke_gsm8k_qwen3_0p6b.sh) | Qwen3 0.6B | as 32, by the [nodes](experimental_sampler.md#nodes), with a folder in place of Raiden |
+| [recipes/ci_smoke_gsm8k_qwen3_0p6b_maxtext.sh]({examples_03f93b8b}/recipes/ci_smoke_gsm8k_qwen3_0p6b_maxtext.sh) | Qwen3 0.6B in MaxText | its trainer has no node here |
+| [frozenlake_dist/run_gemma4_e2b.sh]({examples_1c2dcdc2}/frozenlake_dist/run_gemma4_e2b.sh) | Gemma 4 E2B | the nodes read Qwen2, Qwen3 and Llama 3 alone |
 """
+_NEWER = ("035dbdb9", "03f93b8b", "1c2dcdc2")
+"""Commits of the newer recipes."""
+_EXAMPLES = "https://github.com/google/tunix/blob/{}/tunix/experimental/examples"
 _COLUMNS = "| | recipe | trains | meshes | names | |\n|---:|---|---|---|---|---|\n"
 
 
@@ -122,7 +137,9 @@ def render(outcomes: Mapping[int, str]) -> str:
         num_devices=NUM_DEVICES,
     )
     rows = [row(recipe, outcomes.get(recipe.number, "")) for recipe in RECIPES]
-    return head + "\n" + _COLUMNS + "\n".join(rows) + "\n" + _TAIL
+    links = {f"examples_{commit}": _EXAMPLES.format(commit) for commit in _NEWER}
+    tail = _TAIL.format(commit=COMMIT, **links)
+    return head + "\n" + _COLUMNS + "\n".join(rows) + "\n" + tail
 
 
 def outcomes_of(page: str) -> dict[int, str]:

@@ -457,7 +457,7 @@ class SglJaxSampler:
             raise InvalidRequestError(
                 "weight_sync needs weights: give the sampler a transport, the source a "
                 "WeightFolder, or the request extra_config={'weights': parameters or the path of a "
-                "folder}"
+                "folder}; Tunix's transfer between devices (Raiden) is not supported"
             )
         return self._transport.take(self._unit, extra.get("req_id"))
 
