@@ -51,12 +51,28 @@ their time was to be had.
 
 | recipe | model | here |
 |---|---|---|
-| [recipes/ci_smoke_gsm8k_qwen3_0p6b.sh]({examples_035dbdb9}/recipes/ci_smoke_gsm8k_qwen3_0p6b.sh) | Qwen3 0.6B | as 32, by the [nodes](experimental_sampler.md#nodes), with a folder in place of Raiden |
-| [recipes/ci_smoke_gsm8k_qwen3_0p6b_maxtext.sh]({examples_03f93b8b}/recipes/ci_smoke_gsm8k_qwen3_0p6b_maxtext.sh) | Qwen3 0.6B in MaxText | its trainer has no node here |
-| [frozenlake_dist/run_gemma4_e2b.sh]({examples_1c2dcdc2}/frozenlake_dist/run_gemma4_e2b.sh) | Gemma 4 E2B | the nodes read Qwen2, Qwen3 and Llama 3 alone |
 """
-_NEWER = ("035dbdb9", "03f93b8b", "1c2dcdc2")
-"""Commits of the newer recipes."""
+_NEWER = (
+    (
+        "recipes/ci_smoke_gsm8k_qwen3_0p6b.sh",
+        "035dbdb9",
+        "Qwen3 0.6B",
+        "as 32, by the [nodes](experimental_sampler.md#nodes), with a folder in place of Raiden",
+    ),
+    (
+        "recipes/ci_smoke_gsm8k_qwen3_0p6b_maxtext.sh",
+        "03f93b8b",
+        "Qwen3 0.6B in MaxText",
+        "its trainer has no node here",
+    ),
+    (
+        "frozenlake_dist/run_gemma4_e2b.sh",
+        "1c2dcdc2",
+        "Gemma 4 E2B",
+        "the nodes read Qwen2, Qwen3 and Llama 3 alone",
+    ),
+)
+"""File, commit, model, and what of each there is here."""
 _EXAMPLES = "https://github.com/google/tunix/blob/{}/tunix/experimental/examples"
 _COLUMNS = "| | recipe | trains | meshes | names | |\n|---:|---|---|---|---|---|\n"
 
@@ -137,8 +153,11 @@ def render(outcomes: Mapping[int, str]) -> str:
         num_devices=NUM_DEVICES,
     )
     rows = [row(recipe, outcomes.get(recipe.number, "")) for recipe in RECIPES]
-    links = {f"examples_{commit}": _EXAMPLES.format(commit) for commit in _NEWER}
-    tail = _TAIL.format(commit=COMMIT, **links)
+    newer = [
+        f"| [{path}]({_EXAMPLES.format(commit)}/{path}) | {model} | {here} |"
+        for path, commit, model, here in _NEWER
+    ]
+    tail = _TAIL.format(commit=COMMIT) + "\n".join(newer) + "\n"
     return head + "\n" + _COLUMNS + "\n".join(rows) + "\n" + tail
 
 
