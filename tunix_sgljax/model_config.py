@@ -365,8 +365,17 @@ def _gemma4_experts(config: Any) -> MoEConfig:
         intermediate_size=config.expert_dim,
         norm_topk_prob=True,
         is_beside_mlp=True,
-        routes_experts_input=True,
+        routes_experts_input=_routes_experts_input(),
     )
+
+
+def _routes_experts_input() -> bool:
+    """Whether Tunix's router sees what its experts see, as in 0.1.7, or what comes before the norm.
+
+    Later it sees the latter, as Hugging Face's Gemma 4 has it.
+    """
+    experts = importlib.import_module("tunix.models.gemma4.moe").MoERagged
+    return "router_input" not in inspect.signature(experts.__call__).parameters
 
 
 def _sliding_layers(types: Any, num_layers: int) -> tuple[bool, ...]:
@@ -408,6 +417,7 @@ _CONVERTERS: dict[str, Callable[[Any, int], ModelConfig]] = {
     "tunix.models.gemma.model": _gemma,
     "tunix.models.gemma3.model": _gemma3,
     "tunix.models.gemma4.model": _gemma4,
+    "tunix.models.gemma4.config": _gemma4,  # where Tunix has it after 0.1.7
     **dict.fromkeys(MAXTEXT_MODULES, maxtext.to_model_config),
 }
 """Converters by the module of a config's class, so that no unused model is imported."""
