@@ -62,7 +62,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--engine_options", default="{}", help="JSON: keywords of SglJaxRollout by name"
     )
-    return serving.parse(parser, argv)
+    return parser.parse_args(argv)
 
 
 def make_worker(args: argparse.Namespace) -> SglJaxRolloutWorker:

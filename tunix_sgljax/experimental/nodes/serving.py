@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import logging
 import pickle
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -47,22 +46,16 @@ def make_parser(description: str, *, port: int, worker_id: str) -> argparse.Argu
     return parser
 
 
-def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parses a node's arguments; unknown ones are an error."""
-    args = parser.parse_args(argv)
-    if args.mesh_tp is None:
-        args.mesh_tp = jax.device_count() // max(args.mesh_fsdp, 1)
-    return args
-
-
 def make_mesh(args: argparse.Namespace) -> jax.sharding.Mesh:
-    """The mesh of all devices of the process, (fsdp, tp).
+    """The mesh of all devices of the process, (fsdp, tp); once JAX is initialised.
 
     Raises:
         InvalidConfigError: for sizes whose product is not the number of devices.
     """
-    shape, count = (args.mesh_fsdp, args.mesh_tp), jax.device_count()
-    if args.mesh_fsdp * args.mesh_tp != count:
+    count = jax.device_count()
+    mesh_tp = count // max(args.mesh_fsdp, 1) if args.mesh_tp is None else args.mesh_tp
+    shape = args.mesh_fsdp, mesh_tp
+    if args.mesh_fsdp * mesh_tp != count:
         raise InvalidConfigError(
             f"mesh_fsdp * mesh_tp must be the number of devices ({count}), got {shape}"
         )

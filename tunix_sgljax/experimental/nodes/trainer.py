@@ -49,7 +49,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--train_micro_batch_size", type=int, default=1)
     parser.add_argument("--eval_every_n_steps", type=int, default=1_000_000)
     parser.add_argument("--learning_rate", type=float, default=2e-7)
-    return serving.parse(parser, argv)
+    return parser.parse_args(argv)
 
 
 def _make_trainer(args: argparse.Namespace, mesh: jax.sharding.Mesh) -> _OnMesh:
