@@ -105,7 +105,7 @@ def backend(request):
 def ways(backend: str, count: int, num_fast: int) -> list[Any]:
     """A backend with each way; the first ones are of the fast tier, most are of the soak."""
     tiers = (
-        () if i < num_fast else pytest.mark.slow if i < 5 else pytest.mark.soak
+        () if i < num_fast else pytest.mark.slow if i < 3 else pytest.mark.soak
         for i in range(count)
     )
     return [pytest.param(backend, index, marks=marks) for index, marks in enumerate(tiers)]

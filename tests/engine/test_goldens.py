@@ -78,10 +78,10 @@ def strict_ranks(name):
     ("name", "layout"),
     [
         ("qwen2_bias_untied", Layout.TOKENS_FIRST),
-        pytest.param("gemma2_window", Layout.TOKENS_FIRST, marks=pytest.mark.slow),
+        pytest.param("gemma2_window", Layout.TOKENS_FIRST, marks=pytest.mark.soak),
         pytest.param("gemma4_shared_keys", Layout.FEATURES_FIRST, marks=pytest.mark.slow),
-        pytest.param("qwen3_moe_odd_sharded", Layout.TOKENS_FIRST, marks=pytest.mark.slow),
-        pytest.param("qwen3_5_equal_heads", Layout.TOKENS_FIRST, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe_odd_sharded", Layout.TOKENS_FIRST, marks=pytest.mark.soak),
+        pytest.param("qwen3_5_equal_heads", Layout.TOKENS_FIRST, marks=pytest.mark.soak),
         pytest.param("qwen3_next_tied", Layout.FEATURES_FIRST, marks=pytest.mark.slow),
     ],
 )

@@ -25,7 +25,7 @@ from tests.devices import run_python
         pytest.param("scores", marks=pytest.mark.slow),
         pytest.param("checkpoints", marks=pytest.mark.slow),
         pytest.param("meshes", marks=pytest.mark.slow),
-        pytest.param("flops", marks=pytest.mark.slow),
+        pytest.param("flops", marks=pytest.mark.soak),
     ],
 )
 def test_on_eight_devices(case, tmp_path):

@@ -106,10 +106,12 @@ native = pytest.mark.skipif(target.unavailable() is not None, reason="no JIT-com
 @pytest.mark.parametrize(
     ("model", "options"),
     [
-        (SHARED_KEYS, {}),
-        (TINY_MOE, {"enable_return_routed_experts": True}),
+        pytest.param(SHARED_KEYS, {}, marks=pytest.mark.soak),
+        pytest.param(TINY_MOE, {"enable_return_routed_experts": True}, marks=pytest.mark.soak),
         (test_window_pages.MODEL, {"page_size": 4, "max_model_len": 512}),
-        (TINY, {"quantization": "int8", "disable_radix_cache": True}),
+        pytest.param(
+            TINY, {"quantization": "int8", "disable_radix_cache": True}, marks=pytest.mark.soak
+        ),
         (TINY, {"dtype": "bfloat16", "page_size": 1}),
     ],
     ids=["shared keys", "experts", "windows", "int8", "bfloat16"],

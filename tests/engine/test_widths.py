@@ -90,7 +90,7 @@ def hidden_bits(model: Model, ids: np.ndarray, width: int) -> np.ndarray:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "dtype"),
-    [(TINY, "bfloat16"), (ODD, "float32")],
+    [(TINY, "bfloat16"), pytest.param(ODD, "float32", marks=pytest.mark.soak)],
 )
 def test_those_that_agree_do(config, dtype):
     """In batches of any size too, down to one token and to a single tile."""

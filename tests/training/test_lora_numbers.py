@@ -22,7 +22,7 @@ def test_new_pairs_change_nothing_and_follow_the_seed(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("offloads", [False, True])
+@pytest.mark.parametrize("offloads", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_adapters_need_no_reference_model(tmp_path, offloads):
     rewards = []
     for mode in ("merged", "adapter"):
