@@ -84,7 +84,7 @@ def test_it_is_nearer_to_the_trainer_than_float32(model, monkeypatch):
     assert followed.mean_abs < 0.9 * finer.mean_abs
     assert followed.k3 < 0.9 * finer.k3
     # It would not be with weights of norms that are rounded, as the trainer's are not.
-    monkeypatch.setattr(placement, "_NORMS", ())
+    monkeypatch.setattr(placement, "_FLOAT32", ())
     rounded = report_of(model, 2 * TOLERANCES["bfloat16"], linear_backend="xla")
     assert rounded.mean_abs > 0.9 * finer.mean_abs
 
