@@ -55,7 +55,12 @@ def saved(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["qwen3_gqa_tied", "gemma4_multimodal_keys_as_values", "qwen3_moe_normalised"]
+    "name",
+    [
+        "qwen3_gqa_tied",
+        "gemma4_multimodal_keys_as_values",
+        pytest.param("qwen3_moe_normalised", marks=pytest.mark.soak),
+    ],
 )
 def test_pairs_are_merged_as_the_engine_does_it(name, tmp_path):
     model = checkpoints.make(name, "two")

@@ -98,7 +98,7 @@ print("experts ok")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_four_devices():
     done = run_python("-c", SCRIPT, num_devices=4)
     assert "experts ok" in done.stdout

@@ -153,7 +153,7 @@ def test_adapters_by_request():
     assert counters.num_drafted_history > counters.num_accepted_history > 0
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_group_of_engines():
     """They share drafters: an answer of one is history of all."""
     run_python("-W", "ignore", "-m", "tests.engine.speculation_group", num_devices=4)
