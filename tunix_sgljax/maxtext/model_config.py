@@ -111,10 +111,11 @@ def _check_block(config: Any, block: str) -> None:
     if block == "qwen2":
         require(config, "attention_bias", (True,), reason)
     if block in HYBRIDS:
-        return _check_hybrid(config, block, reason)
-    require(config, "inhomogeneous_layer_cycle_interval", (1,), reason)
-    require(config, "use_mrope", (False,), reason)
-    if block.startswith("qwen"):
+        _check_hybrid(config, block, reason)
+    else:
+        require(config, "inhomogeneous_layer_cycle_interval", (1,), reason)
+        require(config, "use_mrope", (False,), reason)
+    if block in ("qwen2", "qwen3", "qwen3_moe"):
         require(config, "use_qk_norm", (block != "qwen2",), reason)
     if is_gemma:
         # MaxText gives its config's epsilon to some norms of these layers alone.

@@ -16,7 +16,6 @@ from tunix_sgljax.maxtext.fields import HYBRIDS, get
 from tunix_sgljax.maxtext.layers import places
 from tunix_sgljax.maxtext.model_config import is_interleaved, rounds_head
 
-
 _MLP = {"wi_0": "gate_proj", "wi_1": "up_proj", "wo": "down_proj"}
 _CONVOLUTION = "attention.conv1d"
 
