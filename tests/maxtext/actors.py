@@ -25,6 +25,8 @@ model_creation_utils: Any = importlib.import_module("maxtext.utils.model_creatio
 CONFIGS = Path(importlib.import_module("maxtext.utils.globals").MAXTEXT_CONFIGS_DIR)
 
 PAD_ID = 0
+PROMPTS = [f"say e, {name}" for name in ("ann", "bob", "cem", "dia")]
+"""What `train` trains on, all of one length."""
 
 
 class Actor(NamedTuple):
@@ -96,13 +98,20 @@ def make_rollout(actor: Actor, config: RolloutConfig | None = None, **options: A
     )
 
 
-def train(actor: Actor, num_steps: int, learning_rate: float, **options: Any) -> Any:
+def train(
+    actor: Actor,
+    num_steps: int,
+    learning_rate: float,
+    prompt_length: int = recipe.PROMPT,
+    **options: Any,
+) -> Any:
     """Tunix's GRPO on the actor with our rollout; returns the cluster.
 
     Args:
         actor: The policy; it is the reference too, which a beta of 0 never asks.
         num_steps: Steps of `recipe.BATCH` prompts.
         learning_rate: Of Adam.
+        prompt_length: To which the trainer pads `PROMPTS` on the left.
         **options: Of the rollout.
     """
     rules = actor.config.logical_axis_rules
@@ -124,10 +133,10 @@ def train(actor: Actor, num_steps: int, learning_rate: float, **options: Any) ->
                 mini_batch_size=recipe.BATCH,
                 train_micro_batch_size=recipe.BATCH,
             ),
-            rollout_config=rollout_config(),
+            rollout_config=rollout_config(max_prompt_length=prompt_length),
         ),
     )
-    rows = [{"prompts": f"say e, {name}"} for name in ("ann", "bob", "cem", "dia")]
+    rows = [{"prompts": prompt} for prompt in PROMPTS]
     dataset = grain.MapDataset.source(rows).repeat().batch(recipe.BATCH)[:num_steps]
     learner = GRPOLearner(
         cluster,
