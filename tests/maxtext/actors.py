@@ -17,6 +17,7 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from tests.maxtext import recipe, task
 from tests.recipes.models import make_tokenizer
 from tunix_sgljax.maxtext import SglJaxMaxTextRollout
+from tunix_sgljax.maxtext.axes import logical_rules
 
 # By name: types are checked without MaxText.
 pyconfig: Any = importlib.import_module("maxtext.configs.pyconfig")
@@ -114,7 +115,7 @@ def train(
         prompt_length: To which the trainer pads `PROMPTS` on the left.
         **options: Of the rollout.
     """
-    rules = actor.config.logical_axis_rules
+    rules = logical_rules(actor.mesh.axis_names)
     roles = rl_cluster.Role.ACTOR, rl_cluster.Role.REFERENCE, rl_cluster.Role.ROLLOUT
     engine: Any = functools.partial(SglJaxMaxTextRollout, maxtext_config=actor.config, **options)
     cluster = rl_cluster.RLCluster(

@@ -12,21 +12,23 @@ from flax import nnx
 from tests.maxtext import actors, recipe
 from tests.recipes.models import END_ID
 
-_END_BIAS = 2.2
 _DIM = 32
 _HEADS = ("base_num_query_heads=8", "base_num_kv_heads=4")
-MODELS = {
-    "maxtext_qwen3": _HEADS,
+MODELS: dict[str, tuple[float, tuple[str, ...]]] = {
+    "maxtext_qwen3": (2.2, _HEADS),
     "maxtext_qwen3_5": (
-        "model_name=qwen3.5-35b-a3b",
-        *recipe.HYBRID,
-        *_HEADS,
-        "head_dim=16",
-        "mrope_section=[1,1,0]",
-        "scan_layers=False",
+        0.4,
+        (
+            "model_name=qwen3.5-35b-a3b",
+            *recipe.HYBRID,
+            *_HEADS,
+            "head_dim=16",
+            "mrope_section=[1,1,0]",
+            "scan_layers=False",
+        ),
     ),
 }
-"""Words of a model's config, by its name in the recipes."""
+"""The end token's bias, and words of a model's config, by its name in the recipes."""
 
 
 def make(name: str, mesh: jax.sharding.Mesh, dtype: str, seed: int) -> Any:
@@ -34,7 +36,8 @@ def make(name: str, mesh: jax.sharding.Mesh, dtype: str, seed: int) -> Any:
 
     Like `tests.recipes.models.make_model`: most completions end in time.
     """
-    model = actors.make(*MODELS[name], f"dtype={dtype}", mesh=mesh, pad_id=None).model
+    end_bias, words = MODELS[name]
+    model = actors.make(*words, f"dtype={dtype}", mesh=mesh, pad_id=None).model
     common = np.full(_DIM, _DIM**-0.5)
     rng = np.random.default_rng(seed)
 
@@ -45,9 +48,9 @@ def make(name: str, mesh: jax.sharding.Mesh, dtype: str, seed: int) -> Any:
         array = 0.1 * rng.standard_normal(leaf.shape)
         if "embedding" in where:
             array += common
-            array[END_ID] += _END_BIAS * common
+            array[END_ID] += end_bias * common
         elif "logits_dense" in where:
-            array[:, END_ID] += _END_BIAS * common
+            array[:, END_ID] += end_bias * common
         return jax.device_put(jnp.asarray(array, leaf.dtype), leaf.sharding)
 
     state = nnx.state(model, nnx.Param)

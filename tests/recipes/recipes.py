@@ -69,7 +69,6 @@ class Recipe:
         lora: The module path of its LoRA rule; None trains all weights.
         mesh: Of the trainer and, if there is no `rollout_mesh`, of the rollout: fsdp, tp.
         rollout_mesh: Of the rollout, if it differs: on devices of its own, or on the trainer's.
-        axes, rollout_axes: Names of the axes of those.
         shares_devices: Whether the rollout's mesh is made of the trainer's devices.
         rollout: Fields of RolloutConfig but lengths.
         eval_rollout: Those that differ in its evaluation config, if it has one.
@@ -95,8 +94,6 @@ class Recipe:
     lora: str | None = None
     mesh: tuple[int, int] = (2, 4)
     rollout_mesh: tuple[int, int] | None = None
-    axes: tuple[str, str] = ("fsdp", "tp")
-    rollout_axes: tuple[str, str] = ("fsdp", "tp")
     shares_devices: bool = False
     rollout: Mapping[str, Any] = dataclasses.field(default_factory=lambda: _GSM8K)
     eval_rollout: Mapping[str, Any] | None = None
@@ -502,68 +499,12 @@ RECIPES = (
         dtype="bfloat16",
         algorithm={"beta": 0.04, "use_rollout_logps": False},
     ),
-    Recipe(
-        number=28,
-        title="agentic GRPO, Qwen3.5 35B-A3B with MaxText's model",
-        source="examples/math_gsm8k/qwen_agentic_maxtext.py",
-        way="script",
-        learner="agentic",
-        model="maxtext_qwen3_5",
-        engine="vllm",
-        mesh=(2, 2),
-        rollout_mesh=(2, 2),
-        axes=("fsdp", "tensor"),
-        rollout_axes=("data", "model"),
-        rollout={
-            "temperature": 1.0,
-            "top_p": None,
-            "top_k": None,
-            **_VLLM_FIELDS,
-            "rollout_vllm_model_version": "Qwen/Qwen3.5-35B-A3B",
-            "rollout_vllm_hbm_utilization": 0.4,
-            "rollout_vllm_async_scheduling": True,
-            "rollout_vllm_init_with_random_weights": True,
-            "rollout_vllm_max_num_seqs": 8,
-            "rollout_vllm_max_num_batched_tokens": 8192,
-            "rollout_vllm_kwargs": {
-                **_VLLM_KWARGS,
-                "enable_prefix_caching": False,
-                "tokenizer": "Qwen/Qwen3.5-35B-A3B",
-                "dtype": "bfloat16",
-                "enable_expert_parallel": False,
-                "hf_overrides": {"architectures": ["MaxTextForCausalLM"]},
-            },
-            "rollout_mapping_config": {},
-            "rollout_vllm_additional_config": {
-                "maxtext_config": {
-                    "model_name": "qwen3.5-35b-a3b",
-                    "model_call_mode": "inference",
-                    "attention": "vllm_rpa",
-                    "weight_dtype": "bfloat16",
-                    "prefuse_moe_weights": True,
-                }
-            },
-            "rollout_vllm_sampling_kwargs": {
-                "stop": ["</answer>"],
-                "stop_token_ids": [2, 98],
-                "detokenize": True,
-            },
-            "tensor_parallel_size": "model",
-            "data_parallel_size": "data",
-        },
-        dtype="bfloat16",
-        algorithm={
-            "beta": 0.0,
-            "epsilon": 0.2,
-            "loss_agg_mode": "sequence-mean-token-scale",
-            "advantage_estimator": "rloo",
-            "use_rollout_logps": False,
-            "max_concurrency": 200,
-            "overlong_filter": True,
-        },
-        elsewhere="maxtext",
-        remark="by `make test-maxtext`; its lines that import vLLM, and its own class in the place "
-        "of an engine's name, must go",
+    _waiting(
+        28,
+        "agentic GRPO, Qwen3.5 35B-A3B with MaxText's model",
+        "examples/math_gsm8k/qwen_agentic_maxtext.py",
+        "script",
+        "MaxText's actors of Qwen3.5, which have no rules yet, and brings its own rollout class",
     ),
     Recipe(
         number=29,
