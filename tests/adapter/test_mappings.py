@@ -160,6 +160,12 @@ def test_an_object_with_the_attributes_is_a_mapping(make_rollout, expected):
     assert tokens_of(rollout, PROMPTS) == expected
 
 
+def test_an_empty_mapping_is_none(make_rollout, expected):
+    """Tunix's recipe with MaxText's model gives one."""
+    rollout = make_rollout(config={"rollout_mapping_config": {}})
+    assert tokens_of(rollout, PROMPTS) == expected
+
+
 def test_a_mapping_with_a_gap_names_both_sides(make_rollout):
     names = {k: v for k, v in HF_NAMES.items() if "k_norm" not in k}
     rollout = make_rollout(config={"rollout_mapping_config": {"to_hf_mappings": names}})

@@ -138,6 +138,38 @@ def test_layers_in_cycles(name, layer, weight, index):
     np.testing.assert_array_equal(found, source[f"base.decoder.{weight}"][index])
 
 
+@pytest.mark.parametrize(
+    ("name", "layer", "module", "index"),
+    [
+        ("qwen3-next-80b-a3b-flat-head", 1, "layers_1", ()),
+        ("qwen3-next-80b-a3b-scanned-tied", 6, "layers.local_layers", (1, 2)),
+        ("qwen3-next-80b-a3b-scanned-tied", 9, "layers_remainder.local_layers", (1,)),
+        ("qwen3.5-35b-a3b-scanned-tied", 6, "layers.layer_2", (1,)),
+    ],
+)
+def test_gated_delta_nets_in_cycles(name, layer, module, index):
+    """Projections stay grouped by key heads; a convolution's channels come first."""
+    source = parameters(name)
+    made = sync(name, source)
+
+    def their(weight: str) -> np.ndarray:
+        x = source[f"base.decoder.{module}.{weight}"]
+        return np.moveaxis(x, range(1, 1 + len(index)), range(len(index)))[index]
+
+    ours = f"model.layers.{layer}."
+    for own, weight in {
+        "linear_attn.in_proj_qkvz.weight": "attention.in_proj_qkvz.kernel",
+        "linear_attn.in_proj_ba.weight": "attention.in_proj_ba.kernel",
+        "linear_attn.A_log": "attention.A_log",
+        "linear_attn.norm.weight": "attention.norm.rms_norm.scale",
+        "mlp.experts.down_proj.weight": "mlp.routed_experts.wo",
+        "mlp.shared_expert.up_proj.weight": "mlp.shared_expert.wi_1.kernel",
+    }.items():
+        np.testing.assert_array_equal(made[ours + own], their(weight))
+    convolution = their("attention.conv1d.kernel")  # [4, 1, C]
+    np.testing.assert_array_equal(made[f"{ours}linear_attn.conv1d.weight"], convolution[:, 0].T)
+
+
 def test_layers_may_be_stacked_first():
     name = "gemma4-31b-scanned-tied"
     source = parameters(name)
@@ -210,6 +242,26 @@ class TestModel:
         assert not gemma.norm_topk_prob
         assert gemma.is_beside_mlp
 
+    def test_hybrids(self):
+        """MaxText has the same layer for both; a shared expert is as wide as the others."""
+        for name in ("qwen3-next-80b-a3b-scanned-tied", "qwen3.5-35b-a3b-scanned-tied"):
+            model = self.model(name)
+            nets = model.linear_attention
+            assert nets is not None
+            assert nets.is_grouped
+            cycle = (True, True, True, False)
+            assert nets.layers == (cycle * 3)[: model.num_layers]
+            assert (nets.num_key_heads, nets.num_value_heads) == (2, 6)
+            assert (nets.key_dim, nets.value_dim, nets.conv_size) == (16, 8, 4)
+            assert model.rope.rotary_dim == 8
+            assert model.moe is not None
+            assert (model.moe.shared_size, model.moe.norm_topk_prob) == (32, True)
+        name = "qwen3.5-35b-a3b-flat-head"
+        alone = self.model(name, shared_experts=0, norm_topk_prob=False).moe
+        assert alone is not None
+        assert (alone.shared_size, alone.norm_topk_prob) == (0, True)
+        assert self.model(name, use_mrope=False, partial_rotary_factor=1.0).rope.rotary_dim is None
+
     def test_gemma_keeps_factors_in_its_weights(self):
         tied = self.model("gemma3-4b-scanned-tied")
         assert tied.scales == ScaleConfig(embedding=1.0, norm_offset=0.0, logits=0.125)
@@ -276,6 +328,16 @@ REFUSED = [
     ("qwen3-30b-a3b-flat-head", "routed_score_func", "sigmoid"),
     ("qwen3-30b-a3b-flat-head", "n_routing_groups", 4),
     ("qwen3-30b-a3b-flat-head", "capacity_factor", 1.25),
+    ("qwen3-30b-a3b-flat-head", "inhomogeneous_layer_cycle_interval", 4),
+    ("qwen3-0.6b-flat-head", "use_mrope", True),
+    ("qwen3-next-80b-a3b-flat-head", "use_qk_norm", True),
+    ("qwen3-next-80b-a3b-flat-head", "use_qk_norm_in_gdn", False),
+    ("qwen3-next-80b-a3b-flat-head", "inhomogeneous_layer_cycle_interval", 1),
+    ("qwen3-next-80b-a3b-flat-head", "inhomogeneous_layer_cycle_interval", 5),
+    ("qwen3.5-35b-a3b-flat-head", "capacity_factor", 1.25),
+    ("qwen3.5-35b-a3b-flat-head", "weight_dtype", "float8_e4m3fn"),
+    ("qwen3.5-35b-a3b-flat-head", "use_multimodal", True),
+    ("qwen3.5-35b-a3b-scanned-tied", "num_decoder_layers", 10),
     ("gemma3-4b-flat-head", "normalization_layer_epsilon", 1e-5),
     ("gemma3-4b-flat-head", "use_post_ffw_norm", False),
     ("gemma3-4b-flat-head", "model_name", "gemma3-1b"),

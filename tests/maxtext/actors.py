@@ -17,6 +17,7 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from tests.maxtext import recipe, task
 from tests.recipes.models import make_tokenizer
 from tunix_sgljax.maxtext import SglJaxMaxTextRollout
+from tunix_sgljax.maxtext.axes import logical_rules
 
 # By name: types are checked without MaxText.
 pyconfig: Any = importlib.import_module("maxtext.configs.pyconfig")
@@ -25,6 +26,8 @@ model_creation_utils: Any = importlib.import_module("maxtext.utils.model_creatio
 CONFIGS = Path(importlib.import_module("maxtext.utils.globals").MAXTEXT_CONFIGS_DIR)
 
 PAD_ID = 0
+PROMPTS = [f"say e, {name}" for name in ("ann", "bob", "cem", "dia")]
+"""What `train` trains on, all of one length."""
 
 
 class Actor(NamedTuple):
@@ -96,16 +99,23 @@ def make_rollout(actor: Actor, config: RolloutConfig | None = None, **options: A
     )
 
 
-def train(actor: Actor, num_steps: int, learning_rate: float, **options: Any) -> Any:
+def train(
+    actor: Actor,
+    num_steps: int,
+    learning_rate: float,
+    prompt_length: int = recipe.PROMPT,
+    **options: Any,
+) -> Any:
     """Tunix's GRPO on the actor with our rollout; returns the cluster.
 
     Args:
         actor: The policy; it is the reference too, which a beta of 0 never asks.
         num_steps: Steps of `recipe.BATCH` prompts.
         learning_rate: Of Adam.
+        prompt_length: To which the trainer pads `PROMPTS` on the left.
         **options: Of the rollout.
     """
-    rules = actor.config.logical_axis_rules
+    rules = logical_rules(actor.mesh.axis_names)
     roles = rl_cluster.Role.ACTOR, rl_cluster.Role.REFERENCE, rl_cluster.Role.ROLLOUT
     engine: Any = functools.partial(SglJaxMaxTextRollout, maxtext_config=actor.config, **options)
     cluster = rl_cluster.RLCluster(
@@ -124,10 +134,10 @@ def train(actor: Actor, num_steps: int, learning_rate: float, **options: Any) ->
                 mini_batch_size=recipe.BATCH,
                 train_micro_batch_size=recipe.BATCH,
             ),
-            rollout_config=rollout_config(),
+            rollout_config=rollout_config(max_prompt_length=prompt_length),
         ),
     )
-    rows = [{"prompts": f"say e, {name}"} for name in ("ann", "bob", "cem", "dia")]
+    rows = [{"prompts": prompt} for prompt in PROMPTS]
     dataset = grain.MapDataset.source(rows).repeat().batch(recipe.BATCH)[:num_steps]
     learner = GRPOLearner(
         cluster,

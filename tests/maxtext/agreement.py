@@ -5,8 +5,9 @@
     python -m tests.maxtext.agreement gemma4-31b-flat   # its rows with flat layers
 
 Greedy and sampled tokens of the engine, after two updates of all weights, are scored by the adapter
-in one forward pass without a cache, of rows padded on the left as Tunix pads them. In bfloat16 both
-are held against MaxText's float32, too: they round in other places, and neither is right.
+in one forward pass without a cache, of rows padded on the left as Tunix pads them; hybrids' on the
+right, since MaxText's nets see padding before a prompt (see `known_faults`). In bfloat16 both are
+held against MaxText's float32, too: they round in other places, and neither is right.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tunix.sft import utils
 
 from sgljax_engine import SamplingParams
 from tests.maxtext import actors
+from tunix_sgljax.maxtext.known_faults import padding_fault
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "maxtext.json"
 NUM_UPDATES, NUM_NEW = 2, 24
@@ -48,12 +50,23 @@ _SMALL = (
 )
 _GEMMA = ("sliding_window_size=8", "base_num_decoder_layers=7")
 _GEMMA4 = (*_GEMMA, "global_head_dim=32", "global_num_kv_heads=1")
+_HYBRID = (
+    "base_num_decoder_layers=4",
+    "head_dim=32",
+    "gdn_num_key_heads=2",
+    "gdn_num_value_heads=6",
+    "gdn_key_head_dim=16",
+    "gdn_value_head_dim=8",
+    "gdn_chunk_size=8",
+)
 _EXPERTS = ("num_experts=8", "num_experts_per_tok=2", "base_moe_mlp_dim=32")
 FAMILIES: dict[str, tuple[str, ...]] = {
     "llama3.1-8b": (),
     "qwen2.5-1.5b": (),
     "qwen3-0.6b": (),
     "qwen3-30b-a3b": (*_EXPERTS, "base_mlp_dim=32"),
+    "qwen3-next-80b-a3b": (*_EXPERTS, *_HYBRID),
+    "qwen3.5-35b-a3b": (*_EXPERTS, *_HYBRID, "mrope_section=[2,1,1]"),
     "gemma2-2b": ("sliding_window_size=8", "base_num_decoder_layers=2"),
     "gemma3-4b": _GEMMA,
     "gemma4-31b": _GEMMA4,
@@ -69,7 +82,12 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 }
 """Sizes of a small model by the name of MaxText's."""
 
-SCANNED = {"gemma3-4b": "base_num_decoder_layers=14", "gemma4-31b": "base_num_decoder_layers=14"}
+SCANNED = {
+    "qwen3-next-80b-a3b": "base_num_decoder_layers=10",
+    "qwen3.5-35b-a3b": "base_num_decoder_layers=8",  # MaxText scans whole cycles alone
+    "gemma3-4b": "base_num_decoder_layers=14",
+    "gemma4-31b": "base_num_decoder_layers=14",
+}
 """Layers of scanned models: two whole cycles and a rest."""
 
 
@@ -155,11 +173,17 @@ class Scorer:
     def score(self, rows: Sequence[Sequence[int]]) -> np.ndarray:
         """Log-probs [rows, NUM_NEW, vocabulary] of the last tokens, float64."""
         length = max(_PROMPT_LENGTHS) + NUM_NEW
-        ids = np.array([[actors.PAD_ID] * (length - len(row)) + list(row) for row in rows])
-        mask = np.array([[False] * (length - len(row)) + [True] * len(row) for row in rows])
+        is_left = padding_fault(self.actor.config) is None
+        starts = [length - len(row) if is_left else 0 for row in rows]
+        ids = np.full((len(rows), length), actors.PAD_ID)
+        mask = np.zeros((len(rows), length), bool)
+        for i, (start, row) in enumerate(zip(starts, rows, strict=True)):
+            ids[i, start : start + len(row)] = row
+            mask[i, start : start + len(row)] = True
         with jax.set_mesh(self.actor.mesh):
-            logits = self._logits(nnx.state(self.actor.model), ids, mask)
-        logits = np.asarray(logits, np.float64)[:, -NUM_NEW - 1 : -1]
+            padded = np.asarray(self._logits(nnx.state(self.actor.model), ids, mask), np.float64)
+        ends = [start + len(row) - 1 for start, row in zip(starts, rows, strict=True)]
+        logits = np.stack([x[end - NUM_NEW : end] for x, end in zip(padded, ends, strict=True)])
         logits -= logits.max(-1, keepdims=True)
         return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 

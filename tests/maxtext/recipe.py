@@ -46,6 +46,22 @@ QWEN3 = (
 )
 """Qwen3, tiny, with a head of its own: one that is the embedding repeats its input at first."""
 
+HYBRID = (
+    "base_num_decoder_layers=2",
+    "inhomogeneous_layer_cycle_interval=2",
+    "base_moe_mlp_dim=32",
+    "num_experts=4",
+    "num_experts_per_tok=2",
+    "gdn_num_key_heads=2",
+    "gdn_num_value_heads=4",
+    "gdn_key_head_dim=8",
+    "gdn_value_head_dim=8",
+    "gdn_chunk_size=8",
+    "sparse_matmul=False",
+    "capacity_factor=-1.0",
+)
+"""Behind `QWEN3` and the name of a hybrid: a gated delta net, and a layer with attention."""
+
 
 def words(
     folder: Path, num_steps: int, *overrides: str, without: Collection[str] = ()

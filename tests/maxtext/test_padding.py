@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from tunix.rl.rollout.base_rollout import RolloutOutput
 
-from tests.maxtext import actors
+from tests.maxtext import actors, recipe
 from tests.maxtext.actors import PAD_ID
 from tests.recipes.models import END_ID
 from tunix_sgljax import mismatch_report, padding
@@ -19,21 +19,7 @@ from tunix_sgljax.exactness.trainer_match import trainer_logps
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-QWEN3_NEXT = (
-    "model_name=qwen3-next-80b-a3b",
-    "base_num_decoder_layers=2",
-    "inhomogeneous_layer_cycle_interval=2",
-    "base_moe_mlp_dim=32",
-    "num_experts=4",
-    "num_experts_per_tok=2",
-    "gdn_num_key_heads=2",
-    "gdn_num_value_heads=4",
-    "gdn_key_head_dim=8",
-    "gdn_value_head_dim=8",
-    "gdn_chunk_size=8",
-    "sparse_matmul=False",
-    "capacity_factor=-1.0",
-)
+QWEN3_NEXT = ("model_name=qwen3-next-80b-a3b", *recipe.HYBRID)
 LENGTHS = (9, 5)
 NUM_TOKENS = 8
 

@@ -135,15 +135,15 @@ def make_model(name: str, mesh: jax.sharding.Mesh, dtype: str = "float32", seed:
     """A model on a mesh, sharded as Tunix shards it.
 
     Args:
-        name: A key of `MODELS`, or "maxtext_qwen3", which MaxText makes.
-        mesh: With axes "fsdp" and "tp".
+        name: A key of `MODELS`, or of `tests.maxtext.recipe_model.MODELS`, which MaxText makes.
+        mesh: With axes of the model's trainer.
         dtype: What it computes in; weights are float32.
         seed: Of the weights.
     """
-    if name == "maxtext_qwen3":
+    if name.startswith("maxtext_"):
         from tests.maxtext import recipe_model
 
-        return recipe_model.make(mesh, dtype, seed)
+        return recipe_model.make(name, mesh, dtype, seed)
     model_class, config, end_bias = MODELS[name]
     common = np.full(config.embed_dim, config.embed_dim**-0.5)
     if dtype != "float32":

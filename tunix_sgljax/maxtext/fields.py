@@ -13,6 +13,9 @@ from sgljax_engine import UnsupportedModelError
 CONFIG_MODULES = ("maxtext.configs.types", "maxtext.configs.pyconfig")
 """Modules of the classes of MaxText's configs."""
 
+HYBRIDS = ("qwen3_next", "qwen3_5")
+"""Decoder blocks with gated delta nets."""
+
 _FLOATS = ("float32", "bfloat16", "float16")
 
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -21,7 +24,6 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "dtype": _FLOATS,
     "fused_mlp": (False,),
     "fused_qkv": (False,),
-    "inhomogeneous_layer_cycle_interval": (1,),
     "mhc_expansion_rate": (1,),
     "mlp_bias": (False,),
     "moba": (False,),
@@ -30,7 +32,6 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "quantization": ("", None),
     "rope_min_timescale": (1,),
     "trainable_position_size": (-1, 0),
-    "use_mrope": (False,),
     "use_multimodal": (False,),
     "use_qwix_quantization": (False,),
     "use_untrainable_positional_embedding": (False,),

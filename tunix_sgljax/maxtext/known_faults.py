@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tunix_sgljax.maxtext.fields import get, is_maxtext_config
-
-_HYBRIDS = ("qwen3_next", "qwen3_5")
-"""Decoder blocks with gated delta nets."""
+from tunix_sgljax.maxtext.fields import HYBRIDS, get, is_maxtext_config
 
 
 def padding_fault(config: Any) -> str | None:
@@ -19,7 +16,7 @@ def padding_fault(config: Any) -> str | None:
     Returns:
         A clause that names the fault, seen in MaxText 0.2.5; None for a model without it.
     """
-    if not is_maxtext_config(config) or get(config, "decoder_block") not in _HYBRIDS:
+    if not is_maxtext_config(config) or get(config, "decoder_block") not in HYBRIDS:
         return None
     return (
         "MaxText masks padding only behind the convolution of its gated delta nets, so pad tokens "

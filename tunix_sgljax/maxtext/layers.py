@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tunix_sgljax.maxtext.fields import get
+from tunix_sgljax.maxtext.fields import HYBRIDS, get
 
 _GEMMA_CYCLE = 6
 """Gemma 3 and 4: five sliding layers, then one with full attention."""
@@ -42,6 +42,12 @@ def num_layers(config: Any) -> int:
     return 2 * count if get(config, "decoder_block") == "gemma2" else count
 
 
+def net_layers(config: Any) -> tuple[bool, ...]:
+    """Whether each layer of a hybrid is a gated delta net; the last of a cycle has attention."""
+    cycle = get(config, "inhomogeneous_layer_cycle_interval")
+    return tuple((layer + 1) % cycle != 0 for layer in range(num_layers(config)))
+
+
 def sliding_layers(config: Any) -> tuple[bool, ...]:
     """Whether each layer's attention has the sliding window; empty when none has."""
     cycle = _cycle(config)
@@ -70,11 +76,22 @@ def places(config: Any) -> list[Place]:
             for place in _plain_places(decoder, is_scanned, axis, count // 2)
             for suffix in ("_local", "_global")
         ]
-    if not is_scanned or block not in ("gemma3", "gemma4"):
+    if not is_scanned or block not in ("gemma3", "gemma4", *HYBRIDS):
         return _plain_places(decoder, is_scanned, axis, count)
+    layers = range(count)
     if block == "gemma3":
-        return [_gemma3_place(decoder, axis, layer, count) for layer in range(count)]
-    return [_gemma4_place(decoder, axis, layer, count) for layer in range(count)]
+        return [_gemma3_place(decoder, axis, layer, count) for layer in layers]
+    if block == "gemma4":
+        blocks = f"{decoder}.scanned_blocks"
+        return [
+            _nested_place(decoder, blocks, axis, layer, count, _GEMMA_CYCLE) for layer in layers
+        ]
+    blocks, cycle = f"{decoder}.layers", get(config, "inhomogeneous_layer_cycle_interval")
+    if block == "qwen3_next":
+        return [_nested_place(decoder, blocks, axis, layer, count, cycle) for layer in layers]
+    return [
+        Place(f"{blocks}.layer_{layer % cycle}", "", (layer // cycle,), (axis,)) for layer in layers
+    ]
 
 
 def _plain_places(decoder: str, is_scanned: bool, axis: int, count: int) -> list[Place]:
@@ -91,12 +108,13 @@ def _gemma3_place(decoder: str, axis: int, layer: int, count: int) -> Place:
     return Place(f"{decoder}.layers_remainder.layers_{index}")
 
 
-def _gemma4_place(decoder: str, axis: int, layer: int, count: int) -> Place:
-    """A stack of the sliding layers of a cycle, in a stack over whole cycles."""
-    cycle, index = divmod(layer, _GEMMA_CYCLE)
-    if cycle == count // _GEMMA_CYCLE:
+def _nested_place(
+    decoder: str, blocks: str, axis: int, layer: int, count: int, length: int
+) -> Place:
+    """A stack of a cycle's layers before its last, in a stack over whole cycles of that length."""
+    cycle, index = divmod(layer, length)
+    if cycle == count // length:
         return Place(f"{decoder}.layers_remainder.local_layers", "", (index,), (axis,))
-    blocks = f"{decoder}.scanned_blocks"
-    if index == _GEMMA_CYCLE - 1:
+    if index == length - 1:
         return Place(f"{blocks}.global_layer", "", (cycle,), (axis,))
     return Place(f"{blocks}.local_layers", "", (cycle, index), (axis, axis + 1))

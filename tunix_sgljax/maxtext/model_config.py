@@ -11,6 +11,7 @@ from typing import Any
 from sgljax_engine import (
     AttentionConfig,
     KVShape,
+    LinearAttentionConfig,
     Llama3Scaling,
     ModelConfig,
     MoEConfig,
@@ -18,8 +19,8 @@ from sgljax_engine import (
     ScaleConfig,
     UnsupportedModelError,
 )
-from tunix_sgljax.maxtext.fields import check_fields, get, require
-from tunix_sgljax.maxtext.layers import num_layers, sliding_layers
+from tunix_sgljax.maxtext.fields import HYBRIDS, check_fields, get, require
+from tunix_sgljax.maxtext.layers import net_layers, num_layers, sliding_layers
 
 _SILU, _GELU = ["silu", "linear"], ["gelu", "linear"]
 
@@ -28,6 +29,8 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    # MaxText has one layer for both: of Qwen3.5 too, the nets' projections are grouped.
+    **dict.fromkeys(HYBRIDS, "Qwen3NextForCausalLM"),
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "gemma4": "Gemma4ForCausalLM",
@@ -80,6 +83,7 @@ def to_model_config(config: Any, context_length: int) -> ModelConfig:
         shared_kv_intermediate_size=2 * size if is_wide else None,
         moe=moe,
         scales=_scales(config, is_gemma=block.startswith("gemma")),
+        linear_attention=_nets(config) if block in HYBRIDS else None,
     )
 
 
@@ -106,7 +110,12 @@ def _check_block(config: Any, block: str) -> None:
     require(config, "mlp_activations", [_GELU if is_gemma else _SILU], reason)
     if block == "qwen2":
         require(config, "attention_bias", (True,), reason)
-    if block.startswith("qwen"):
+    if block in HYBRIDS:
+        _check_hybrid(config, block, reason)
+    else:
+        require(config, "inhomogeneous_layer_cycle_interval", (1,), reason)
+        require(config, "use_mrope", (False,), reason)
+    if block in ("qwen2", "qwen3", "qwen3_moe"):
         require(config, "use_qk_norm", (block != "qwen2",), reason)
     if is_gemma:
         # MaxText gives its config's epsilon to some norms of these layers alone.
@@ -123,6 +132,36 @@ def _check_block(config: Any, block: str) -> None:
             require(config, "vocab_size_per_layer_input", (vocab_size,), reason)
 
 
+def _check_hybrid(config: Any, block: str, reason: str) -> None:
+    # True gives attention other norms of queries and keys than those with 1 + w.
+    require(config, "use_qk_norm", (False,), reason)
+    require(config, "use_qk_norm_in_gdn", (True,), reason)
+    cycle, count = get(config, "inhomogeneous_layer_cycle_interval"), num_layers(config)
+    if not 2 <= cycle <= count:
+        raise UnsupportedModelError(
+            f"MaxText's inhomogeneous_layer_cycle_interval={cycle!r} is not supported{reason}, "
+            f"only 2 to num_decoder_layers ({count}): some layers must be nets, and some not"
+        )
+    if block == "qwen3_5" and get(config, "scan_layers") and count % cycle:
+        raise UnsupportedModelError(
+            f"MaxText's num_decoder_layers={count} is not supported with scan_layers=True{reason}, "
+            f"only multiples of inhomogeneous_layer_cycle_interval ({cycle}): MaxText leaves out "
+            "the others"
+        )
+
+
+def _nets(config: Any) -> LinearAttentionConfig:
+    return LinearAttentionConfig(
+        layers=net_layers(config),
+        num_key_heads=get(config, "gdn_num_key_heads"),
+        num_value_heads=get(config, "gdn_num_value_heads"),
+        key_dim=get(config, "gdn_key_head_dim"),
+        value_dim=get(config, "gdn_value_head_dim"),
+        conv_size=get(config, "gdn_conv_kernel_dim"),
+        is_grouped=True,
+    )
+
+
 def _mlp_size(config: Any, moe: MoEConfig | None) -> int:
     """`ModelConfig.intermediate_size`: of shared experts, where there are some, their sum."""
     if moe is None:
@@ -134,7 +173,7 @@ def _mlp_size(config: Any, moe: MoEConfig | None) -> int:
 
 def _moe(config: Any, block: str) -> MoEConfig | None:
     is_beside_mlp = block == "gemma4" and get(config, "num_experts") > 1
-    if block != "qwen3_moe" and not is_beside_mlp:
+    if block not in ("qwen3_moe", *HYBRIDS) and not is_beside_mlp:
         return None
     for name, supported in {
         "moe_expert_input_dim": (-1, 0, get(config, "emb_dim")),
@@ -158,6 +197,10 @@ def _moe(config: Any, block: str) -> MoEConfig | None:
         # Elsewhere than in Gemma 4 MaxText takes the softmax over the chosen experts alone.
         norm_topk_prob=get(config, "norm_topk_prob") if is_beside_mlp else True,
         is_beside_mlp=is_beside_mlp,
+        # One shared expert, as wide as the others, whatever the number.
+        shared_size=(
+            get(config, "moe_mlp_dim") if block in HYBRIDS and get(config, "shared_experts") else 0
+        ),
     )
 
 
@@ -223,6 +266,12 @@ def _rope(config: Any, block: str, *, slides: bool) -> RopeConfig:
         scaling = _LLAMA3_SCALING if get(config, "rope_use_scale") else None
         return RopeConfig(theta=float(theta), llama3=scaling)
     require(config, "rope_type", ("default", "llama3.1"))
+    if block in HYBRIDS:
+        head_dim = get(config, "head_dim")
+        rotary_dim = int(head_dim * get(config, "partial_rotary_factor"))
+        return RopeConfig(
+            theta=float(theta), rotary_dim=None if rotary_dim == head_dim else rotary_dim
+        )
     local = get(config, "local_rope_max_timescale")
     if slides and local > 0:
         theta = local

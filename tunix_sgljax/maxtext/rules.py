@@ -1,6 +1,7 @@
 """MaxText's weights as rules for the engine.
 
-No transposes but the head's: MaxText's kernels are [in, out], with heads as an axis of their own.
+No transposes but those of the head and of convolutions: MaxText's kernels are [in, out], with heads
+as an axis of their own.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from sgljax_engine import Rule
-from tunix_sgljax.maxtext.fields import get
+from tunix_sgljax.maxtext.fields import HYBRIDS, get
 from tunix_sgljax.maxtext.layers import places
 from tunix_sgljax.maxtext.model_config import is_interleaved, rounds_head
+
+_MLP = {"wi_0": "gate_proj", "wi_1": "up_proj", "wo": "down_proj"}
+_CONVOLUTION = "attention.conv1d"
 
 
 def _kernel(theirs: str, ours: str) -> tuple[str, str]:
@@ -24,14 +28,12 @@ def _norm(theirs: str, ours: str) -> tuple[str, str]:
     return f"{theirs}.scale", f"{ours}.weight"
 
 
-def _mlp(theirs: str) -> tuple[tuple[str, str], ...]:
-    names = {"wi_0": "gate_proj", "wi_1": "up_proj", "wo": "down_proj"}
-    return tuple(_kernel(f"{theirs}.{name}", f"mlp.{ours}") for name, ours in names.items())
+def _mlp(theirs: str, own: str = "mlp") -> tuple[tuple[str, str], ...]:
+    return tuple(_kernel(f"{theirs}.{name}", f"{own}.{ours}") for name, ours in _MLP.items())
 
 
 def _experts(theirs: str, ours: str, router: str) -> tuple[tuple[str, str], ...]:
-    names = {"wi_0": "gate_proj", "wi_1": "up_proj", "wo": "down_proj"}
-    stacks = ((f"{theirs}.{name}", f"{ours}.{own}.weight") for name, own in names.items())
+    stacks = ((f"{theirs}.{name}", f"{ours}.{own}.weight") for name, own in _MLP.items())
     return (_kernel(f"{theirs}.gate", router), *stacks)
 
 
@@ -82,11 +84,32 @@ _GEMMA4 = (
     _kernel("per_layer_projection", "per_layer_projection"),
     _norm("post_per_layer_input_norm", "post_per_layer_input_norm"),
 )
+_HYBRID = (
+    _norm("input_layernorm", "input_layernorm"),
+    _norm("post_attention_layernorm", "post_attention_layernorm"),
+    *(
+        _kernel(f"attention.{name}", f"linear_attn.{name}")
+        for name in ("in_proj_qkvz", "in_proj_ba", "out_proj")
+    ),
+    *((f"attention.{name}", f"linear_attn.{name}") for name in ("A_log", "dt_bias")),
+    _kernel(_CONVOLUTION, "linear_attn.conv1d"),
+    _norm("attention.norm.rms_norm", "linear_attn.norm"),
+    *(
+        _kernel(f"attention.attention.{name}", f"self_attn.{ours}_proj")
+        for name, ours in (("query", "q"), ("key", "k"), ("value", "v"), ("out", "o"))
+    ),
+    _norm("attention.attention.query_norm", "self_attn.q_norm"),
+    _norm("attention.attention.key_norm", "self_attn.k_norm"),
+    *_experts("mlp.routed_experts", "mlp.experts", "mlp.gate"),
+    *_mlp("mlp.shared_expert", "mlp.shared_expert"),
+    _kernel("mlp.shared_expert_gate", "mlp.shared_expert_gate"),
+)
 _LAYERS: dict[str, tuple[tuple[str, str], ...]] = {
     "llama2": (*_LLAMA, *_mlp("mlp")),
     "qwen2": (*_LLAMA, *_mlp("mlp"), *_BIASES),
     "qwen3": (*_LLAMA, *_mlp("mlp"), *_QK_NORMS),
     "qwen3_moe": (*_LLAMA, *_QK_NORMS, *_experts("moe_block", "mlp.experts", "mlp.gate")),
+    **dict.fromkeys(HYBRIDS, _HYBRID),
     "gemma2": _GEMMA2,
     "gemma3": (*_GEMMA2, *_QK_NORMS),
     "gemma4": _GEMMA4,
@@ -94,6 +117,7 @@ _LAYERS: dict[str, tuple[tuple[str, str], ...]] = {
 }
 """(MaxText's name, the engine's name) of the weights of a layer, by decoder block."""
 
+_TRANSPOSES = {f"{_CONVOLUTION}.kernel": (2, 1, 0)}
 _EMBEDDING = "base.token_embedder.embedding"
 _PER_LAYER = "base.decoder.per_layer_embedder"
 _LAYER_INPUTS = (
@@ -123,6 +147,7 @@ def to_rules(config: Any) -> tuple[Rule, ...]:
             Rule(
                 place.name(theirs),
                 f"model.layers.{layer}.{ours}",
+                _TRANSPOSES.get(theirs),
                 hook=hooks.get(theirs),
                 part=place.part or None,
                 part_axis=place.part_axes or 0,

@@ -91,7 +91,7 @@ class EngineBuilder:
         engine_config = engine_options.make_engine_config(
             asked, self.explicit_options, min(max(lengths), self.model_config.context_length)
         )
-        self._mapping = config.rollout_mapping_config
+        self._mapping = config.rollout_mapping_config or None  # recipes give {} for none
         mapping = mappings.find_mapping(self._mapping, self.actor)
         asked_scaling = scaling_of(config)
         scaling = asked_scaling if self._lora_scaling is None else self._lora_scaling
@@ -148,7 +148,7 @@ class EngineBuilder:
 
     def check_same_mapping(self, config: RolloutConfig) -> None:
         """Refuses another mapping of weights than the planned engine's."""
-        mapping = config.rollout_mapping_config
+        mapping = config.rollout_mapping_config or None
         if mapping is not None and mapping is not self._mapping:
             raise InvalidConfigError(
                 "RolloutConfig.rollout_mapping_config cannot change after construction"
@@ -165,7 +165,7 @@ class EngineBuilder:
                 given = config_of(self.actor)
         model = to_model_config(given, context_length=max(_MIN_CONTEXT_LENGTH, wanted))
         maxtext_config = self._maxtext_config()
-        if maxtext_config is not None and config.rollout_mapping_config is not None:
+        if maxtext_config is not None and config.rollout_mapping_config:
             return model  # what the user's mapping maps to
         return as_trained(model, maxtext_config or config_of(self.actor))
 
