@@ -158,7 +158,8 @@ def verify(
     if net is not None and rows.state_slots is not None:
         states = take_states(kv.states, rows.state_slots, rows.positions)
         most = 1 + row_drafts(widths[-1], static.num_drafts)
-        caches = (*caches, *(verify_state(net, state, most) for state in states))
+        by_token = static.recur_kernels is not None
+        caches = (*caches, *(verify_state(net, x, most, by_token=by_token) for x in states))
     start = _Carry(
         caches=caches,
         routed=kv.routed,
@@ -242,12 +243,16 @@ class _Run(NamedTuple):
                 passed,
             )
         found = self._accept(carry, packed, passed.sampled.token)
-        caches = tuple(
-            accept(layer, found.num_tokens) if isinstance(layer, VerifyState) else layer
-            for layer in passed.caches
-        )
+        caches = tuple(self._with_accepted(layer, found.num_tokens) for layer in passed.caches)
         carry = carry._replace(caches=caches, routed=passed.routed)
         return self.with_drafts(self._after(carry, packed, passed.sampled, found))
+
+    def _with_accepted(self, layer: LayerCache, counts: jax.Array) -> LayerCache:
+        """A layer's cache after the first `counts` [B] tokens of each row."""
+        net = self.static.context.config.linear_attention
+        if net is None or not isinstance(layer, VerifyState):
+            return layer
+        return accept(net, layer, counts, self.static.recur_kernels)
 
     def _pass(self, index: int, carry: _Carry, packed: _Packed, passed: _Passed) -> _Passed:
         """A forward pass of the width with that index."""
@@ -352,7 +357,8 @@ class _Run(NamedTuple):
         number = jnp.arange(most, dtype=jnp.int32)
         places = jnp.minimum(packed.starts[:, None] + number, len(packed.row) - 1)
         lens = jnp.where(self.is_active(carry), 1 + carry.drafts.counts, 0)
-        return verify_recur(net, places, lens, packed.row * most + packed.place)
+        back = packed.row * most + packed.place
+        return verify_recur(net, places, lens, back, self.static.recur_kernels)
 
     def _sample(
         self,
