@@ -106,6 +106,20 @@ class TestEngine:
         assert list(scores)[-len(bits.tokens) :] == first.logprobs
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["native"], indirect=True)
+def test_drafts_where_ranks_are_not_promoted(backend, alone):
+    """As a host process may set JAX."""
+    before = jax.config.jax_numpy_rank_promotion  # type: ignore[attr-defined]
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    try:
+        with make_engine(SMALL | {"speculation": "always"}, MODEL) as engine:
+            check_bits(run(engine, ASKED[:4], Way({})), alone[:4])
+            assert engine.get_internal_state().counters.num_draft_tokens > 0
+    finally:
+        jax.config.update("jax_numpy_rank_promotion", before)
+
+
 def rule_of(kernels: Kernels, net: LinearAttentionConfig) -> Any:
     return jax.jit(
         lambda states, tokens: kernels.delta_rule(states, tokens, net.head_sizes),
