@@ -10,7 +10,7 @@ import jax
 
 from sgljax_engine.attention.registry import engine_attention
 from sgljax_engine.builder.compilation_cache import compilation_cache_path
-from sgljax_engine.builder.group import check_experts, check_states, pick_max_model_len
+from sgljax_engine.builder.group import check_experts, pick_max_model_len
 from sgljax_engine.builder.sources import pick_dtype
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.errors import InvalidConfigError
@@ -97,7 +97,6 @@ def preview_engine(
     dtype = pick_dtype(config, folder)
     problem = None
     check_experts(model, config)
-    check_states(model, config)
     try:
         parallel = fit_parallel(model, config, mesh, dtype, device_bytes)
     except NoSizeFits as error:

@@ -1,6 +1,6 @@
 """The state machine of interruptions with recurrent states.
 
-`python -m tests.engine.hybrid_machine NUMBER` runs so many examples.
+`python -m tests.engine.hybrid_machine NUMBER STEPS` runs so many examples of so many steps.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ if __name__ == "__main__":
     interrupt_model.use(HYBRID, num_state_slots=4)
     subject = test_interrupt_machine.make_subject()
     assert subject.engine._group.loops[0]._core.pool.states is not None
-    test = test_interrupt_machine.machine(int(sys.argv[1]))
+    num_examples, num_steps = map(int, sys.argv[1:])
+    test = test_interrupt_machine.machine(num_examples, num_steps=num_steps)
     result = unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(test))
     sys.exit(not result.wasSuccessful())

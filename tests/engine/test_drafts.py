@@ -29,6 +29,15 @@ from sgljax_engine.speculation.texts import MATCHED_TOKENS
 NUM_DRAFTS = 7
 
 
+@pytest.fixture(autouse=True)
+def strict_ranks():
+    """As a host process may be set."""
+    before = jax.config.jax_numpy_rank_promotion  # type: ignore[attr-defined]
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    yield
+    jax.config.update("jax_numpy_rank_promotion", before)
+
+
 def search_slowly(text, num_text, stops, ends, max_length):
     """As `search_text`, written down plainly."""
     size, num_ends = text.shape[1], ends.shape[1]

@@ -282,11 +282,6 @@ class TestSlots:
             Engine(GOLDEN / "llama_tied", **OPTIONS, num_state_slots=2)
 
 
-def test_deterministic_sampling_is_refused(small):
-    with pytest.raises(InvalidConfigError, match="enable_deterministic_sampling must be None"):
-        Engine(small, **OPTIONS, enable_deterministic_sampling=True)
-
-
 def test_int8_has_the_numbers_of_the_rounded_weights():
     weights = spread_weights(HYBRID)
     small, tokens = scores(HYBRID, weights, quantization="int8")

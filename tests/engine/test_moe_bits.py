@@ -7,12 +7,30 @@ import dataclasses
 import numpy as np
 import pytest
 
+from sgljax_engine import MoEConfig
 from sgljax_engine.layers import target
 from tests.devices import run_python
 from tests.engine.determinism_cases import Way, differing, make_engine, requests, run
-from tests.engine.models import TINY_MOE, spread_weights
+from tests.engine.models import HYBRID, TINY_MOE, spread_weights
 
 BITS_MODEL = dataclasses.replace(TINY_MOE, vocab_size=64, hidden_size=48, eos_token_ids=(5,))
+NEXT_MODEL = dataclasses.replace(
+    HYBRID,
+    architecture="Qwen3NextForCausalLM",
+    vocab_size=64,
+    eos_token_ids=(5,),
+    intermediate_size=24,
+    moe=MoEConfig(
+        num_experts=8,
+        num_experts_per_token=3,
+        intermediate_size=24,
+        norm_topk_prob=True,
+        shared_size=16,
+    ),
+    linear_attention=dataclasses.replace(HYBRID.linear_attention, is_grouped=True),  # type: ignore[type-var]
+)
+"""Recurrent states, and a shared expert beside the others."""
+
 REQUESTS = [each for each in requests(40, 64) if not each.params.changes_logits][:16]
 ALONE = {
     "page_size": 16,
@@ -35,16 +53,17 @@ TOGETHER = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", [BITS_MODEL, NEXT_MODEL], ids=["plain", "hybrid"])
 @pytest.mark.parametrize("backend", ["native", pytest.param("portable", marks=pytest.mark.soak)])
-def test_no_bit_differs(backend, monkeypatch):
+def test_no_bit_differs(backend, model, monkeypatch):
     """Alone or together, in other chunks, orders and pages; as XLA computes it too."""
     if backend == "portable":
         monkeypatch.setattr(target, "unavailable", lambda: "this is a test of what else there is")
-    weights = spread_weights(BITS_MODEL)
+    weights = spread_weights(model)
     found = []
     order = np.random.default_rng(1).permutation(len(REQUESTS)).tolist()
     for options, way in ((ALONE, Way({})), (TOGETHER, Way({}, order=order, splits=2))):
-        with make_engine(options, BITS_MODEL, weights) as engine:
+        with make_engine(options, model, weights) as engine:
             found.append(run(engine, REQUESTS, way))
     assert differing(*found) == []
 

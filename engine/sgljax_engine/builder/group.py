@@ -94,7 +94,6 @@ def build_group(
     """Checks the configuration, takes memory, transforms the weights."""
     max_model_len = pick_max_model_len(model, config)
     check_experts(model, config)
-    check_states(model, config)
     enable_compilation_cache(config.runtime.compilation_cache_dir)
     parallel = fit_parallel(model, config, mesh, dtype)
     placement = place(model, mesh, dtype, parallel, config.runtime)
@@ -166,7 +165,6 @@ def build_shapes(
     """
     max_model_len = pick_max_model_len(model, config)
     check_experts(model, config)
-    check_states(model, config)
     parallel = fit_parallel(model, config, mesh, dtype, device_bytes)
     placement = place(model, mesh, dtype, parallel, config.runtime)
     count, engine = len(placement.engines), placement.engines[0]
@@ -213,17 +211,6 @@ def check_experts(model: ModelConfig, config: EngineConfig) -> None:
     if config.cache.enable_return_routed_experts and model.moe is None:
         raise InvalidConfigError(
             "enable_return_routed_experts must be False for a model without experts "
-            f"({model.architecture}), got True"
-        )
-
-
-def check_states(model: ModelConfig, config: EngineConfig) -> None:
-    """Raises InvalidConfigError for what models with recurrent states cannot promise."""
-    if model.linear_attention is None:
-        return
-    if config.runtime.enable_deterministic_sampling:
-        raise InvalidConfigError(
-            "enable_deterministic_sampling must be None or False for a model with recurrent states "
             f"({model.architecture}), got True"
         )
 

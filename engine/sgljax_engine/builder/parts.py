@@ -266,11 +266,13 @@ def _batch_invariant(
 def _is_plain(context: ModelContext, weights: Mapping[str, jax.Array]) -> bool:
     """Whether batch-invariant kernels have all that the model does.
 
-    They lack experts, adapters, quantised weights, and keys that are values or another layer's.
+    They lack experts, adapters, quantised weights, recurrences, and keys that are values or another
+    layer's.
     """
     model, is_quantised = context.config, any(name.endswith(SCALE_SUFFIX) for name in weights)
     has_own_keys = not model.attention.kv_layers and model.attention.full_kv is None
-    return has_own_keys and model.moe is None and not context.lora_rank and not is_quantised
+    is_dense = model.moe is None and model.linear_attention is None
+    return has_own_keys and is_dense and not context.lora_rank and not is_quantised
 
 
 def _partial_outputs(

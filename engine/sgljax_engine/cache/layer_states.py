@@ -33,15 +33,15 @@ class VerifyState(NamedTuple):
     """A layer's states of the rows of a step with drafts, before it is known which are right.
 
     Shape: state: Of the rows, before the step. window: [B, W - 1 + T, C], what the convolution
-        read. decay: [B, T, V]. k: [B, T, K, h]. change: [B, K, R, T, d], see
-        `delta_net.chunk_outputs`. All float32; T is the most tokens of a row.
+        read. decay: [B, T, V]. terms: Of the rule in blocks, keys [B, T, K, h] and changes
+        [B, K, R, T, d] of `delta_net.chunk_outputs`; token by token, heads [B, T, C] and rates
+        [B, T, V]. All float32; T is the most tokens of a row.
     """
 
     state: LayerState
     window: jax.Array
     decay: jax.Array
-    k: jax.Array
-    change: jax.Array
+    terms: tuple[jax.Array, jax.Array]
 
 
 def state_shapes(net: LinearAttentionConfig, num_slots: int) -> tuple[tuple[int, ...], ...]:
@@ -87,20 +87,23 @@ def allocate_states(
     )
 
 
-def verify_state(net: LinearAttentionConfig, state: LayerState, num_tokens: int) -> VerifyState:
+def verify_state(
+    net: LinearAttentionConfig, state: LayerState, num_tokens: int, *, by_token: bool
+) -> VerifyState:
     """The states of rows at the beginning of a dispatch with so many tokens a row."""
     rows, groups = state.conv.shape[0], net.num_key_heads
 
     def zeros(*shape: int) -> jax.Array:
         return jnp.zeros((rows, *shape), jnp.float32)
 
-    return VerifyState(
-        state,
-        zeros(net.conv_size - 1 + num_tokens, net.num_channels),
-        zeros(num_tokens, net.num_value_heads),
-        zeros(num_tokens, groups, net.key_dim),
-        zeros(groups, net.ratio, num_tokens, net.value_dim),
-    )
+    rates = zeros(num_tokens, net.num_value_heads)
+    if by_token:
+        terms = zeros(num_tokens, net.num_channels), rates
+    else:
+        changes = zeros(groups, net.ratio, num_tokens, net.value_dim)
+        terms = zeros(num_tokens, groups, net.key_dim), changes
+    window = zeros(net.conv_size - 1 + num_tokens, net.num_channels)
+    return VerifyState(state, window, rates, terms)
 
 
 def take_states(

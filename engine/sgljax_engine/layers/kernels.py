@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sgljax_engine.kernels.cpu.delta_net import delta_rule as cpu_delta_rule
+from sgljax_engine.kernels.cpu.delta_net import net_heads as cpu_net_heads
 from sgljax_engine.kernels.cpu.embed import embed as cpu_embed
 from sgljax_engine.kernels.cpu.fusion import fuse
 from sgljax_engine.kernels.cpu.linear import linear as cpu_linear
@@ -22,6 +24,7 @@ from sgljax_engine.kernels.cpu.panels import PANEL, Panels
 from sgljax_engine.kernels.cpu.ragged_linear import ragged_linear as cpu_ragged_linear
 from sgljax_engine.kernels.cpu.rope import rope_tables as cpu_rope_tables
 from sgljax_engine.kernels.cpu.rope import rotate as cpu_rotate
+from sgljax_engine.layers import delta_net
 from sgljax_engine.layers.basic import (
     SMALL_BATCH,
     Layout,
@@ -31,6 +34,7 @@ from sgljax_engine.layers.basic import (
     small_batch_linear,
     unembed,
 )
+from sgljax_engine.layers.delta_net import TokenTerms
 from sgljax_engine.layers.int8 import (
     SCALE_SUFFIX,
     Int8Weight,
@@ -173,6 +177,22 @@ class Kernels(Protocol):
         """
         ...
 
+    def net_heads(
+        self,
+        window: jax.Array,
+        weight_CW: jax.Array,
+        sizes: tuple[int, int, int],
+        is_used: jax.Array,
+    ) -> jax.Array:
+        """Heads of a gated delta net token by token, see `delta_net.net_heads`."""
+        ...
+
+    def delta_rule(
+        self, states: jax.Array, tokens: TokenTerms, sizes: tuple[int, int, int]
+    ) -> tuple[jax.Array, jax.Array]:
+        """The delta rule token by token, see `delta_net.rule_by_token`."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
 class XlaKernels:
@@ -282,6 +302,22 @@ class XlaKernels:
             return self.fused.ragged_linear(weights, x, group_sizes)
         return lax.ragged_dot(x, weights, group_sizes)
 
+    def net_heads(
+        self,
+        window: jax.Array,
+        weight_CW: jax.Array,
+        sizes: tuple[int, int, int],
+        is_used: jax.Array,
+    ) -> jax.Array:
+        """Heads of a gated delta net token by token, see `delta_net.net_heads`."""
+        return delta_net.net_heads(window, weight_CW, sizes, is_used)
+
+    def delta_rule(
+        self, states: jax.Array, tokens: TokenTerms, sizes: tuple[int, int, int]
+    ) -> tuple[jax.Array, jax.Array]:
+        """The delta rule token by token, see `delta_net.rule_by_token`."""
+        return delta_net.rule_by_token(states, tokens, sizes)
+
 
 @dataclasses.dataclass(frozen=True)
 class CpuKernels:
@@ -374,6 +410,25 @@ class CpuKernels:
         del options
         assert isinstance(weights, Panels)
         return cpu_ragged_linear(weights.array, x, group_sizes, weights.num_outputs)
+
+    def net_heads(
+        self,
+        window: jax.Array,
+        weight_CW: jax.Array,
+        sizes: tuple[int, int, int],
+        is_used: jax.Array,
+    ) -> jax.Array:
+        """Heads of a gated delta net token by token, see `delta_net.net_heads`."""
+        del is_used
+        num_heads, key_dim, _ = sizes
+        return cpu_net_heads(window, weight_CW.T, num_heads, key_dim, delta_net.EPS)
+
+    def delta_rule(
+        self, states: jax.Array, tokens: TokenTerms, sizes: tuple[int, int, int]
+    ) -> tuple[jax.Array, jax.Array]:
+        """The delta rule token by token, see `delta_net.rule_by_token`."""
+        is_first = tokens.is_first.astype(jnp.int32)
+        return cpu_delta_rule(states, *tokens._replace(is_first=is_first), sizes[0])
 
 
 class LinearBackend(NamedTuple):

@@ -23,8 +23,10 @@ from jax import lax
 
 from sgljax_engine.attention.base import AttentionOptions, PrepareHeads
 from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.cache.layer_states import LayerState, state_shapes
 from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.layers.basic import SMALL_BATCH
+from sgljax_engine.layers.delta_net import NetInputs
 from sgljax_engine.layers.tiles import tokens_in_tiles
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.spec import LayerCache, ModelContext, ModelDefinition, NewKV, Params
@@ -152,17 +154,23 @@ def _one_of_each_layer(config: ModelConfig) -> tuple[ModelConfig, list[int]]:
     """
     attention = config.attention
     are_alike = attention.full_kv is None and not attention.kv_layers
-    kinds: dict[tuple[bool, bool], int] = {}
+    kinds: dict[tuple[bool, bool, bool], int] = {}
     for layer in range(config.num_layers):
         slides = attention.slides(layer) and not are_alike
-        kinds.setdefault((config.kv_layer(layer) == layer, slides), layer)
-    owners = {slides: index for index, (owns_kv, slides) in enumerate(kinds) if owns_kv}
+        kind = config.kv_layer(layer) == layer, slides, config.has_state(layer)
+        kinds.setdefault(kind, layer)
+    owners = {slides: index for index, (owns_kv, slides, _) in enumerate(kinds) if owns_kv}
     attention = dataclasses.replace(
         attention,
-        sliding_layers=() if are_alike else tuple(slides for _, slides in kinds),
-        kv_layers=tuple(owners[slides] for _, slides in kinds) if attention.kv_layers else (),
+        sliding_layers=() if are_alike else tuple(slides for _, slides, _ in kinds),
+        kv_layers=tuple(owners[slides] for _, slides, _ in kinds) if attention.kv_layers else (),
     )
-    few = dataclasses.replace(config, num_layers=len(kinds), attention=attention)
+    nets = config.linear_attention
+    if nets is not None:
+        nets = dataclasses.replace(nets, layers=tuple(has_state for *_, has_state in kinds))
+    few = dataclasses.replace(
+        config, num_layers=len(kinds), attention=attention, linear_attention=nets
+    )
     return few, list(kinds.values())
 
 
@@ -205,7 +213,22 @@ def _few_layers(
         kind = jnp.arange(q.shape[-1], dtype=jnp.int32) % 3
         return jnp.where(kind == 0, q, jnp.where(kind == 1, k, v)), layer
 
+    net = context.config.linear_attention
+
+    def recur(
+        inputs: NetInputs, weight: jax.Array, layer: LayerCache | None
+    ) -> tuple[jax.Array, LayerCache]:
+        del weight
+        assert net is not None
+        assert layer is None
+        found = jnp.concatenate([x.astype(jnp.float32) for x in inputs], axis=1)
+        channels = np.linspace(0, found.shape[1] - 1, net.num_values, dtype=np.int32)
+        values = found[:, channels].reshape(-1, net.num_value_heads, net.value_dim)
+        return values, LayerState(*(jnp.zeros(s, jnp.float32) for s in state_shapes(net, 1)))
+
     tokens = tokens_in_tiles(context.tile_widths, ids.shape[0], num_tokens)
     own = own_attend(prepare, attend)
-    logits, _ = model.token_logits(weights, context, ids, positions, own, None, tokens)
+    logits, _ = model.token_logits(
+        weights, context, ids, positions, own, None, tokens, None, None if net is None else recur
+    )
     return logits

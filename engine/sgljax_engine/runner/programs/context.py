@@ -16,6 +16,7 @@ from sgljax_engine.attention.base import (
     WriteKV,
 )
 from sgljax_engine.cache.kv_pages import write_kv
+from sgljax_engine.layers.kernels import Kernels
 from sgljax_engine.layers.tiles import Tiles, Together, tokens_in_tiles
 from sgljax_engine.models.spec import ModelContext, ModelDefinition
 from sgljax_engine.runner.programs.drafts import Search, search_text, verify_widths
@@ -78,6 +79,13 @@ class ProgramContext(NamedTuple):
         """
         widths = () if self.sampler_width is None else (self.sampler_width,)
         return tokens_in_tiles(widths, num_rows, num_used)
+
+    @property
+    def recur_kernels(self) -> Kernels | None:
+        """Kernels of recurrences token by token; None where bits may depend on a prompt's cuts."""
+        context = self.context
+        is_invariant = context.is_tiled or context.kernels.is_batch_invariant
+        return context.kernels if is_invariant else None
 
     @property
     def max_row_tokens(self) -> int:

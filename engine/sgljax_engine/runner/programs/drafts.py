@@ -156,7 +156,7 @@ def search_text(
         token behind the match; 0 if nothing matches.
     """
     num_rows, size = text.shape
-    ages = num_text[:, None] - 1 - jnp.arange(max_length, dtype=jnp.int32)
+    ages = num_text[:, None] - 1 - jnp.arange(max_length, dtype=jnp.int32)[None]
     last = jnp.take_along_axis(text, ages, axis=1, mode="clip")
     last = jnp.where(last >= 0, last, NO_TOKEN - 1)  # matches nothing
 
@@ -172,10 +172,10 @@ def search_text(
             is_same = window[:, begin : begin + TEXT_CHUNK] == last[:, age, None]
             matches = matches & is_same.astype(jnp.int32)
             length = length + matches
-        place = first + jnp.arange(TEXT_CHUNK, dtype=jnp.int32)
+        place = first + jnp.arange(TEXT_CHUNK, dtype=jnp.int32)[None]
         has_next = (window[:, max_length:] >= 0) & (place < stops[:, None]) & (length > 0)
         num_ends = ends.shape[1]
-        level = length * (num_ends + 2) + num_ends - part_of(place[None], ends)
+        level = length * (num_ends + 2) + num_ends - part_of(place, ends)
         return jnp.maximum(best, jnp.where(has_next, level * (size + 1) + place, 0))
 
     num_chunks = (jnp.max(num_text) - max_length + TEXT_CHUNK - 1) // TEXT_CHUNK
@@ -231,7 +231,7 @@ def read_drafts(
     What repeats goes on: behind the last own token come those behind the match again.
     """
     size = text.shape[1]
-    steps = jnp.arange(num_drafts, dtype=jnp.int32)
+    steps = jnp.arange(num_drafts, dtype=jnp.int32)[None]
     period = jnp.where(match.source == NUM_SOURCES - 1, num_text - match.place, size)
     places = match.place[:, None] + steps % jnp.maximum(period, 1)[:, None]
     tokens = jnp.take_along_axis(text, places, axis=1, mode="fill", fill_value=NO_TOKEN)
@@ -265,7 +265,7 @@ def choose_drafts(
     wanted = jnp.where(active, available, 0)
     likely = jnp.take_along_axis(drafts.acceptance, match.kind[:, None], axis=1)
     likely = jnp.minimum(likely, MOST_CERTAIN)
-    number = jnp.arange(1, num_drafts + 1, dtype=jnp.int32)
+    number = jnp.arange(1, num_drafts + 1, dtype=jnp.int32)[None]
     # A draft counts if it and all before it are right.
     gain = likely ** number.astype(jnp.float32)
     gain = jnp.where(number <= wanted[:, None], gain, 0.0)
@@ -300,7 +300,7 @@ def learn(
 
     An exponential average over drafts, in their order; the first wrong one is the last that counts.
     """
-    is_kind = jnp.arange(ACCEPTANCE_KINDS, dtype=jnp.int32) == drafts.match.kind[:, None]
+    is_kind = jnp.arange(ACCEPTANCE_KINDS, dtype=jnp.int32)[None] == drafts.match.kind[:, None]
     was_tried = (drafts.counts > 0)[:, None] & is_kind
     was_wrong = (num_right < drafts.counts) & ~stopped  # behind the end nothing is wrong
     tried = 1 - (1 - acceptance) * (1 - _LEARNING_RATE) ** num_right[:, None].astype(jnp.float32)
@@ -313,7 +313,7 @@ def learn(
     def of_others(count: jax.Array) -> jax.Array:
         """Sums over the other rows, by kind: [B, ACCEPTANCE_KINDS]."""
         by_kind = jnp.where(was_tried, count[:, None], 0).astype(jnp.float32)
-        return jnp.sum(by_kind, axis=0) - by_kind
+        return jnp.sum(by_kind, axis=0, keepdims=True) - by_kind
 
     right, wrong = of_others(num_right), of_others(was_wrong)
     share = right / jnp.maximum(right + wrong, 1.0)

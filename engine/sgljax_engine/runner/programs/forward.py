@@ -125,7 +125,7 @@ def _prefill_pass(
         (*kv.layers, *kv.states),
         tokens,
         adapters,
-        None if net is None else block_recur(net, tables, batch.state_slots),
+        None if net is None else block_recur(net, tables, batch.state_slots, static.recur_kernels),
     )
     assert out.kv is not None
     layers, _, states = _split_caches(out.kv)
@@ -310,7 +310,7 @@ def _next_logits(
         carry.caches,
         tokens,
         rows.adapters,
-        None if net is None else row_recur(net, active),
+        None if net is None else row_recur(net, active, static.recur_kernels),
     )
     assert out.kv is not None
     return logits, out.kv, with_routed(carry.routed, out, pages.slots)

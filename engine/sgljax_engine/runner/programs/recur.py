@@ -1,7 +1,8 @@
 """How recurrent layers of a pass reach their states: in slots, in rows, or only in the batch.
 
 The counterpart of `attend.py`. Prefill and scoring take blocks of tokens of one request, in order;
-decode takes one token a row.
+decode takes one token a row. Given `kernels`, both apply the rule token by token: then a token has
+the same bits in all of them, wherever its sequence is cut.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from jax import lax
 from sgljax_engine.attention.base import BlockTables
 from sgljax_engine.cache.layer_states import LayerState, VerifyState, state_shapes
 from sgljax_engine.layers import delta_net
-from sgljax_engine.layers.delta_net import NetInputs
+from sgljax_engine.layers.delta_net import NetInputs, TokenTerms
+from sgljax_engine.layers.kernels import Kernels
 from sgljax_engine.model_config import LinearAttentionConfig
 from sgljax_engine.models.spec import LayerCache, Recur
 from sgljax_engine.runner.batches.page_ids import NO_SLOT
@@ -35,7 +37,12 @@ class _Blocks(NamedTuple):
     continues: jax.Array
 
 
-def block_recur(net: LinearAttentionConfig, tables: BlockTables, slots: jax.Array | None) -> Recur:
+def block_recur(
+    net: LinearAttentionConfig,
+    tables: BlockTables,
+    slots: jax.Array | None,
+    kernels: Kernels | None = None,
+) -> Recur:
     """A `recur` of blocks.
 
     Args:
@@ -43,6 +50,7 @@ def block_recur(net: LinearAttentionConfig, tables: BlockTables, slots: jax.Arra
         tables: The blocks; `page_table` is ignored.
         slots: [N] int32, the slot of each block's request. None for sequences one after another
             without slots: then states live only in the batch.
+        kernels: Apply the rule token by token; None for blocks.
     """
     firsts = tables.positions[:, 0]
     lens = jnp.clip(tables.kv_lens - firsts, 0, tables.positions.shape[1])
@@ -57,7 +65,7 @@ def block_recur(net: LinearAttentionConfig, tables: BlockTables, slots: jax.Arra
         if layer is None:
             layer = LayerState(*(jnp.zeros(s, jnp.float32) for s in state_shapes(net, 1)))
         assert isinstance(layer, LayerState)
-        return _recur_blocks(net, blocks, inputs, weight, layer)
+        return _recur_blocks(net, blocks, inputs, weight, layer, kernels)
 
     return recur
 
@@ -68,12 +76,21 @@ def _recur_blocks(
     inputs: NetInputs,
     weight: jax.Array,
     layer: LayerState,
+    kernels: Kernels | None,
 ) -> tuple[jax.Array, LayerState]:
     count = blocks.lens.shape[0]
     qkv, decay, rate = (x.reshape(count, -1, x.shape[-1]).astype(jnp.float32) for x in inputs)
     size = qkv.shape[1]
-    is_token = (jnp.arange(size, dtype=jnp.int32)[None] < blocks.lens[:, None])[..., None]
+    number = jnp.arange(size, dtype=jnp.int32)[None]
+    is_token = (number < blocks.lens[:, None])[..., None]
     window, conv = _windows(net, blocks, qkv, layer.conv)
+    if kernels is not None:
+        slots = jnp.where(is_token[..., 0], blocks.slots[:, None], NO_SLOT)
+        is_first = blocks.firsts[:, None] + number == 0
+        heads = kernels.net_heads(window, weight, net.head_sizes, is_token[..., 0])
+        terms = _terms(heads, decay, rate, slots, is_first)
+        matrix, out = kernels.delta_rule(layer.matrix, terms, net.head_sizes)
+        return out, LayerState(conv, matrix)
     heads = delta_net.split_heads(delta_net.convolve(window, weight), *net.head_sizes)
     decay, rate = (jnp.where(is_token, x, 0.0) for x in (decay, rate))
     terms = delta_net.chunk_terms(heads, decay, rate)
@@ -97,6 +114,11 @@ def _recur_blocks(
     return out.reshape(count * size, *out.shape[2:]), LayerState(conv, matrix)
 
 
+def _terms(*arrays: jax.Array) -> TokenTerms:
+    """`TokenTerms` of tokens in blocks: [N, T, ...] each."""
+    return TokenTerms(*(x.reshape(-1, *x.shape[2:]) for x in arrays))
+
+
 def _windows(
     net: LinearAttentionConfig, blocks: _Blocks, qkv: jax.Array, conv: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -114,12 +136,15 @@ def _windows(
     return window, conv.at[jnp.where(is_last, blocks.slots, NO_SLOT)].set(new, mode="drop")
 
 
-def row_recur(net: LinearAttentionConfig, active: jax.Array) -> Recur:
+def row_recur(
+    net: LinearAttentionConfig, active: jax.Array, kernels: Kernels | None = None
+) -> Recur:
     """A `recur` of one token a row, whose state is that of the row; other rows keep theirs.
 
     Args:
         net: Sizes of the layers.
         active: [B] bool, rows that take the token.
+        kernels: As for `block_recur`.
     """
 
     def recur(
@@ -128,19 +153,38 @@ def row_recur(net: LinearAttentionConfig, active: jax.Array) -> Recur:
         assert isinstance(layer, LayerState)
         new = inputs.qkv.astype(jnp.float32)[:, None]
         window = jnp.concatenate([layer.conv, new], axis=1)
-        heads = delta_net.split_heads(delta_net.convolve(window, weight)[:, 0], *net.head_sizes)
-        matrix, out = delta_net.step(layer.matrix, heads, inputs.decay, inputs.rate)
 
         def kept(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(active.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
-        return out, LayerState(kept(window[:, 1:], layer.conv), kept(matrix, layer.matrix))
+        conv = kept(window[:, 1:], layer.conv)
+        if kernels is None:
+            heads = delta_net.split_heads(delta_net.convolve(window, weight)[:, 0], *net.head_sizes)
+            matrix, out = delta_net.step(layer.matrix, heads, inputs.decay, inputs.rate)
+            return out, LayerState(conv, kept(matrix, layer.matrix))
+        heads = kernels.net_heads(window, weight, net.head_sizes, active[:, None])
+        terms = _row_terms(heads, inputs.decay[:, None], inputs.rate[:, None], active)
+        matrix, out = kernels.delta_rule(layer.matrix, terms, net.head_sizes)
+        return out, LayerState(conv, matrix)
 
     return recur
 
 
+def _row_terms(heads: jax.Array, decay: jax.Array, rate: jax.Array, lens: jax.Array) -> TokenTerms:
+    """`TokenTerms` of the first `lens` [B] tokens of each row, [B, T, ...], behind others."""
+    rows, size = heads.shape[:2]
+    number = jnp.arange(size, dtype=jnp.int32)[None]
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    slots = jnp.where(number < lens[:, None], row, NO_SLOT)
+    return _terms(heads, decay, rate, slots, jnp.zeros((rows, size), bool))
+
+
 def verify_recur(
-    net: LinearAttentionConfig, places: jax.Array, lens: jax.Array, back: jax.Array
+    net: LinearAttentionConfig,
+    places: jax.Array,
+    lens: jax.Array,
+    back: jax.Array,
+    kernels: Kernels | None = None,
 ) -> Recur:
     """A `recur` of a few tokens a row, of which `accept` takes in the first ones later.
 
@@ -149,6 +193,7 @@ def verify_recur(
         places: [B, W] int32, index among the pass's tokens of each row's.
         lens: [B] int32, tokens of each row; the rest of `places` is anything.
         back: [T] int32, for each of the pass's tokens its index in `places`, flat.
+        kernels: As for `block_recur`.
     """
 
     def recur(
@@ -157,30 +202,46 @@ def verify_recur(
         assert isinstance(layer, VerifyState)
         qkv, decay, rate = (x[places].astype(jnp.float32) for x in inputs)
         window = jnp.concatenate([layer.state.conv, qkv], axis=1)
-        heads = delta_net.split_heads(delta_net.convolve(window, weight), *net.head_sizes)
-        is_token = (jnp.arange(places.shape[1], dtype=jnp.int32)[None] < lens[:, None])[..., None]
-        decay, rate = (jnp.where(is_token, x, 0.0) for x in (decay, rate))
-        terms = delta_net.chunk_terms(heads, decay, rate)
-        out, change = jax.vmap(delta_net.chunk_outputs)(layer.state.matrix, terms)
-        size = places.shape[1]
-        new = VerifyState(
-            layer.state,
-            layer.window.at[:, : window.shape[1]].set(window),
-            layer.decay.at[:, :size].set(decay),
-            layer.k.at[:, :size].set(heads.k),
-            layer.change.at[:, :, :, :size].set(change),
-        )
-        return out.reshape(-1, *out.shape[2:])[back], new
+        is_token = jnp.arange(places.shape[1], dtype=jnp.int32)[None] < lens[:, None]
+        terms: tuple[jax.Array, jax.Array]
+        if kernels is None:
+            heads = delta_net.split_heads(delta_net.convolve(window, weight), *net.head_sizes)
+            decay, rate = (jnp.where(is_token[..., None], x, 0.0) for x in (decay, rate))
+            of_chunks = delta_net.chunk_terms(heads, decay, rate)
+            out, change = jax.vmap(delta_net.chunk_outputs)(layer.state.matrix, of_chunks)
+            terms = heads.k, change
+        else:
+            flat = kernels.net_heads(window, weight, net.head_sizes, is_token)
+            tokens = _row_terms(flat, decay, rate, lens)
+            _, out = kernels.delta_rule(layer.state.matrix, tokens, net.head_sizes)
+            terms = flat, rate
+        old = layer.window, layer.decay, layer.terms
+        new = jax.tree.map(_put_first, old, (window, decay, terms))
+        return out.reshape(-1, *out.shape[-2:])[back], VerifyState(layer.state, *new)
 
     return recur
 
 
-def accept(layer: VerifyState, counts: jax.Array) -> VerifyState:
-    """Takes the first `counts` [B] tokens of each row into its state."""
-    num_before = layer.state.conv.shape[1]
-    places = counts[:, None] + jnp.arange(num_before, dtype=jnp.int32)[None]
+def _put_first(old: jax.Array, new: jax.Array) -> jax.Array:
+    """Replaces the first elements along each axis."""
+    return lax.dynamic_update_slice(old, new, (0,) * old.ndim)
+
+
+def accept(
+    net: LinearAttentionConfig,
+    layer: VerifyState,
+    counts: jax.Array,
+    kernels: Kernels | None = None,
+) -> VerifyState:
+    """Takes the first `counts` [B] tokens of each row into its state; `kernels` as of the recur."""
+    state = layer.state
+    places = counts[:, None] + jnp.arange(state.conv.shape[1], dtype=jnp.int32)[None]
     conv = jnp.take_along_axis(layer.window, places[..., None], axis=1)
-    matrix = jax.vmap(delta_net.take_in)(
-        layer.state.matrix, layer.k, layer.change, layer.decay, counts
-    )
+    if kernels is None:
+        take_in = jax.vmap(delta_net.take_in)
+        matrix = take_in(state.matrix, *layer.terms, layer.decay, counts)
+    else:
+        heads, rate = layer.terms
+        tokens = _row_terms(heads, layer.decay, rate, counts)
+        matrix, _ = kernels.delta_rule(state.matrix, tokens, net.head_sizes)
     return layer._replace(state=LayerState(conv, matrix))

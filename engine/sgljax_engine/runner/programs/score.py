@@ -88,7 +88,7 @@ def score(
         None,
         tokens,
         _repeated(adapter, num_tokens),
-        None if net is None else block_recur(net, tables, None),
+        None if net is None else block_recur(net, tables, None, static.recur_kernels),
     ).hidden
 
     def score_tile(

@@ -158,7 +158,8 @@ def verify(
     if net is not None and rows.state_slots is not None:
         states = take_states(kv.states, rows.state_slots, rows.positions)
         most = 1 + row_drafts(widths[-1], static.num_drafts)
-        caches = (*caches, *(verify_state(net, state, most) for state in states))
+        by_token = static.recur_kernels is not None
+        caches = (*caches, *(verify_state(net, x, most, by_token=by_token) for x in states))
     start = _Carry(
         caches=caches,
         routed=kv.routed,
@@ -242,12 +243,16 @@ class _Run(NamedTuple):
                 passed,
             )
         found = self._accept(carry, packed, passed.sampled.token)
-        caches = tuple(
-            accept(layer, found.num_tokens) if isinstance(layer, VerifyState) else layer
-            for layer in passed.caches
-        )
+        caches = tuple(self._with_accepted(layer, found.num_tokens) for layer in passed.caches)
         carry = carry._replace(caches=caches, routed=passed.routed)
         return self.with_drafts(self._after(carry, packed, passed.sampled, found))
+
+    def _with_accepted(self, layer: LayerCache, counts: jax.Array) -> LayerCache:
+        """A layer's cache after the first `counts` [B] tokens of each row."""
+        net = self.static.context.config.linear_attention
+        if net is None or not isinstance(layer, VerifyState):
+            return layer
+        return accept(net, layer, counts, self.static.recur_kernels)
 
     def _pass(self, index: int, carry: _Carry, packed: _Packed, passed: _Passed) -> _Passed:
         """A forward pass of the width with that index."""
@@ -308,7 +313,7 @@ class _Run(NamedTuple):
         size = most
         if static.prefill_attention is not None:  # it knows blocks of prefill's size
             size = -(-most // TOKEN_BLOCK) * TOKEN_BLOCK
-        number = jnp.arange(size, dtype=jnp.int32)
+        number = jnp.arange(size, dtype=jnp.int32)[None]
         tables = BlockTables(
             page_table=rows.page_table,
             positions=first[:, None] + number,
@@ -349,10 +354,11 @@ class _Run(NamedTuple):
         net = self.static.context.config.linear_attention
         if net is None:
             return None
-        number = jnp.arange(most, dtype=jnp.int32)
+        number = jnp.arange(most, dtype=jnp.int32)[None]
         places = jnp.minimum(packed.starts[:, None] + number, len(packed.row) - 1)
         lens = jnp.where(self.is_active(carry), 1 + carry.drafts.counts, 0)
-        return verify_recur(net, places, lens, packed.row * most + packed.place)
+        back = packed.row * most + packed.place
+        return verify_recur(net, places, lens, back, self.static.recur_kernels)
 
     def _sample(
         self,
@@ -385,9 +391,9 @@ class _Run(NamedTuple):
     def _accept(self, carry: _Carry, packed: _Packed, token: jax.Array) -> _Accepted:
         """Keeps a row's tokens up to the first that its draft differs from, or that ends it."""
         drafts, most = carry.drafts, 1 + carry.drafts.tokens.shape[1]
-        places = packed.starts[:, None] + jnp.arange(most, dtype=jnp.int32)
+        places = packed.starts[:, None] + jnp.arange(most, dtype=jnp.int32)[None]
         tokens = token[jnp.minimum(places, len(token) - 1)]
-        number = jnp.arange(most - 1, dtype=jnp.int32)
+        number = jnp.arange(most - 1, dtype=jnp.int32)[None]
         right = (tokens[:, :-1] == drafts.tokens) & (number < drafts.counts[:, None])
         num_right = num_leading(right)
         is_stop = jnp.any(tokens[:, :, None] == self.sampling.stop_ids[:, None], axis=2)
@@ -419,14 +425,14 @@ class _Run(NamedTuple):
             extras=jax.tree.map(put, out.output.extras, sampled.extras),
         )
         source = 1 + drafts.match.source[row]
-        is_of = jnp.arange(NUM_SOURCES, dtype=jnp.int32)[:, None] == drafts.match.source
+        is_of = jnp.arange(NUM_SOURCES, dtype=jnp.int32)[:, None] == drafts.match.source[None]
         is_right = place < found.num_right[row]
         active = self.is_active(carry)
         out = Verified(
             output=output,
             sources=put(out.sources, jnp.where(is_right, source, NO_SOURCE)),
-            num_drafted=out.num_drafted + is_of * drafts.counts,
-            num_right=out.num_right + is_of * found.num_right,
+            num_drafted=out.num_drafted + is_of * drafts.counts[None],
+            num_right=out.num_right + is_of * found.num_right[None],
             acceptance=learn(out.acceptance, drafts, found.num_right, active, found.stopped),
             num_steps=out.num_steps.at[drafts.width].add(1),
         )
@@ -469,7 +475,7 @@ def _pack(active: jax.Array, counts: jax.Array, width: int) -> _Packed:
     sizes = jnp.where(active, 1 + counts, 0)
     ends = jnp.cumsum(sizes, dtype=jnp.int32)
     token = jnp.arange(width, dtype=jnp.int32)
-    row = jnp.sum(token[:, None] >= ends, axis=1, dtype=jnp.int32)
+    row = jnp.sum(token[:, None] >= ends[None], axis=1, dtype=jnp.int32)
     is_used = row < len(active)
     row = jnp.minimum(row, len(active) - 1)
     starts = ends - sizes
