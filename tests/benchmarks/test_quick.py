@@ -59,12 +59,15 @@ def test_the_long_tail(tmp_path):
 
 
 def test_simulated_rollouts(tmp_path):
-    found = written(simulated.main, tmp_path, "simulated")["found"]
-    assert [(each["hardware"], each["epoch"]) for each in found[:2]] == [
-        ("cpu", "first"),
-        ("cpu", "later"),
-    ]
-    assert all(each["outcomes"][0]["speed"] == 1 for each in found)
+    for lengths in ("lognormal", "rl_longtail"):  # the second adds to the first
+        data = written(
+            simulated.main, tmp_path, "simulated", "--lengths", lengths, "--hardware", "cpu"
+        )
+    assert list(data["found"]) == ["lognormal, cpu", "rl_longtail, cpu"]
+    for rows in data["found"].values():
+        assert [row["epoch"] for row in rows] == ["first", "later"]
+        assert all(row["outcomes"][0]["speed"] == 1 for row in rows)
+    assert "in 4 cases" in (tmp_path / "simulated.md").read_text()
 
 
 @pytest.mark.soak
