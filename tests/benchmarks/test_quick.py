@@ -51,11 +51,14 @@ def test_growth_with_the_batch(tmp_path):
     assert "| [growth](growth.md) |" in (tmp_path / "README.md").read_text()
 
 
-def test_the_long_tail(tmp_path):
-    data = written(long_tail.main, tmp_path, "long_tail_tiny")
+@pytest.mark.parametrize("name", ["demo", "rl_longtail"])
+def test_the_long_tail(tmp_path, name):
+    data = written(long_tail.main, tmp_path, f"long_tail_{name}", "--workloads", name)
     assert list(data["runs_s"]) == list(data["simulated_s"]) == ["fcfs", "longest_first"]
     assert all(len(each) == 2 for each in data["runs_s"].values())
     assert data["table"]["rows"] == [1, 4]
+    assert [len(each) for each in data["lengths"]] == [8, 8]
+    assert all(length > 0 for each in data["lengths"] for length in each)
 
 
 def test_simulated_rollouts(tmp_path):
