@@ -143,10 +143,10 @@ class RolloutObservers:
         try:
             yield
         finally:
-            if self.on_span:
-                thread = threading.current_thread()
-                span = HostSpan(
-                    threading.get_ident(), thread.name, name, began, time.perf_counter(), args
-                )
-                for tell in list(self.on_span):
-                    tell(span)
+            thread, now_s = threading.current_thread(), time.perf_counter()
+            self.tell(HostSpan(threading.get_ident(), thread.name, name, began, now_s, args))
+
+    def tell(self, span: HostSpan) -> None:
+        """Passes on a span that is over, of any thread."""
+        for tell in list(self.on_span):
+            tell(span)
