@@ -73,6 +73,7 @@ async def sample_group(
     finally:
         known.cancel()
         samples.cancel()
+        await asyncio.gather(samples, known, return_exceptions=True)
 
 
 class _Watch:

@@ -183,6 +183,7 @@ class GroupsInFlight:
                     "in_place" if mode == "in_place" else "retract"
                 )
                 self._is_paused = True
+                self._rollout.observers.rest(True)
 
     def close(self) -> None:
         """Ends all groups, and lets the engine run again."""
@@ -198,6 +199,7 @@ class GroupsInFlight:
 
     def _go_on(self) -> None:
         if self._is_paused:
+            self._rollout.observers.rest(False)
             self._rollout.engine.continue_generation()
             self._is_paused = False
 
