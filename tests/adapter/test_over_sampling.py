@@ -272,7 +272,7 @@ def test_aborted_groups_are_asked_again_and_on_policy():
 
 def test_groups_with_known_rewards_end_early_without_advantage():
     def known_rewards(prompts, completions, finished, **_):
-        """Of every second prompt, by its first number, after a few tokens."""
+        """Every second prompt is decided after a few tokens."""
         assert len(prompts) == len(completions) == len(finished) == NUM_GENERATIONS
         is_known = int(prompts[0].split()[0]) % 2 == 0
         return [0.5 if is_known and len(text.split()) > 2 else None for text in completions]
