@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.hardware import step_parts
 from benchmarks.interruption import interruptions, sleep_wake
-from benchmarks.throughput import growth, hybrid, long_tail, options, simulated
+from benchmarks.throughput import growth, hybrid, long_tail, options, over_sampling, simulated
 
 QUICK_COMPILE = "that the benchmark runs and what it writes, not its numbers"
 
@@ -71,6 +71,20 @@ def test_simulated_rollouts(tmp_path):
         assert [row["epoch"] for row in rows] == ["first", "later"]
         assert all(row["outcomes"][0]["speed"] == 1 for row in rows)
     assert "in 4 cases" in (tmp_path / "simulated.md").read_text()
+
+
+@pytest.mark.soak
+def test_over_sampling(tmp_path):
+    ways = ["plain", "1.25 times, carry, age 1"]
+    for seed in ("0", "1"):  # the second adds to the first
+        data = written(
+            over_sampling.main, tmp_path, "over_sampling", "--seeds", seed, "--ways", *ways
+        )
+    trained = {way: list(some) for way, some in data["trainings"].items() if some}
+    assert trained == {way: ["0", "1"] for way in ways}
+    training = data["trainings"]["plain"]["0"]
+    assert len(training["rewards"]) == len(training["ends_s"]) == len(training["waits_s"]) == 4
+    assert training["ends_s"] == sorted(training["ends_s"])
 
 
 @pytest.mark.soak
