@@ -179,7 +179,7 @@ class OverSamplingAgenticGrpoLearner(AgenticGrpoLearner):
 
     def _due(self) -> set[int]:
         """Groups that this step must train on."""
-        if self._gate is None:  # Tunix's producer, on another thread, has not begun
+        if self._gate is None:  # Tunix's producer has not started, on another thread
             return set()
         youngest = self.policy_version - self._config.max_age
         return {n for n, born in enumerate(self._gate.born) if born <= youngest} - self._taken
