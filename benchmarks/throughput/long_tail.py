@@ -12,8 +12,8 @@ prompts; the prefix cache is emptied between steps, as a weight update does:
   the engine knows no length before the end.
 
 Engines with "fcfs" and "longest_first" take turns and do the same work: samples are compared. Then
-the simulator runs the same steps over a table of step times, which was measured on one of the
-engines before and after.
+the simulator runs the same steps over a table of step times, which is measured on one of the
+engines now and then.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ _MORE = 16
 
 _FEW, _MANY = 8, 64
 """Tokens of the two runs that tell a step from the rest."""
+
+_NUM_TABLES = 4
+"""Times that the table is measured, spread over the steps."""
 
 _MODEL_LEN = 192
 """Enough for all that is timed for the table."""
@@ -276,13 +279,13 @@ def measure_table(engine: Engine, case: Case, repeats: int) -> StepTable:
     )
 
 
-def mean_table(tables: Sequence[StepTable]) -> StepTable:
-    """Means of tables of the same rows."""
+def median_table(tables: Sequence[StepTable]) -> StepTable:
+    """Medians of tables of the same rows, since others disturb some of them."""
     fields = {
-        name: float(np.mean([getattr(table, name) for table in tables]))
+        name: float(np.median([getattr(table, name) for table in tables]))
         for name in ("key_s", "prefill_token_s", "dispatch_s")
     }
-    step_s = np.mean([table.step_s for table in tables], axis=0)
+    step_s = np.median([table.step_s for table in tables], axis=0)
     return dataclasses.replace(tables[0], step_s=tuple(step_s.tolist()), **fields)
 
 
@@ -294,22 +297,21 @@ def measure(name: str, output: Path, *, is_quick: bool, repeats: int) -> None:
     steps = case.make_steps(first)
     for engine in engines.values():  # programs, and the lengths of no step that counts
         engine.warmup()
-    tables = [measure_table(first, case, repeats)]
+    tables: list[StepTable] = []
     found: dict[str, list[float]] = {policy: [] for policy in POLICIES}
     for step in range(steps.num_steps):
+        if step % -(-steps.num_steps // _NUM_TABLES) == 0:
+            tables.append(measure_table(first, case, repeats))
         outputs = {}
         for policy in POLICIES[:: 1 if step % 2 else -1]:
             seconds, outputs[policy] = steps.run(engines[policy], step)
             found[policy].append(seconds)
         fcfs, longest = ([out.output_ids for out in outputs[policy]] for policy in POLICIES)
         assert fcfs == longest, "samples depend on the order of starts"
-        print(
-            f"step {step}: { ({policy: each[-1] for policy, each in found.items()}) }", flush=True
-        )
-    tables.append(measure_table(first, case, repeats))
+        print(f"step {step}:", *(f"{each[-1]:.3f} s" for each in found.values()), flush=True)
     for engine in engines.values():
         engine.shutdown()
-    table = mean_table(tables)
+    table = median_table(tables)
     simulated = {policy: steps.simulate(policy, table, case.num_rows) for policy in POLICIES}
     write_results(
         output / f"long_tail_{name}.md",
@@ -340,14 +342,14 @@ def _lines(found: dict[str, list[float]], simulated: dict[str, list[float]]) -> 
     """A line for each policy and for its speed, in the first step and in the later ones."""
     lines = ["| steps | | measured, s | simulated, s | measured over simulated |"]
     lines += ["|---|---|---:|---:|---:|"]
-    for part, some in {"first": slice(1), "later, mean": slice(1, None)}.items():
-        means = {
-            policy: [float(np.mean(each[policy][some])) for each in (found, simulated)]
+    for part, some in {"first": slice(1), "later, median": slice(1, None)}.items():
+        middles = {
+            policy: [float(np.median(each[policy][some])) for each in (found, simulated)]
             for policy in POLICIES
         }
-        for policy, (real, model) in means.items():
+        for policy, (real, model) in middles.items():
             lines.append(f"| {part} | {policy} | {real:.3f} | {model:.3f} | {real / model:.3f} |")
-        real, model = (a / b for a, b in zip(*means.values(), strict=True))
+        real, model = (a / b for a, b in zip(*middles.values(), strict=True))
         lines.append(
             f"| {part} | speed of longest first | {real:.3f} | {model:.3f} | {real / model:.3f} |"
         )
