@@ -3,12 +3,12 @@
     python benchmarks/throughput/over_sampling.py --seeds 0    # some minutes on 2 cores
     python benchmarks/throughput/over_sampling.py --quick      # a smoke test
 
-A seed is added to the results of earlier runs; the page has three.
+Trainings are added to those of earlier runs, one by one.
 
 `configs/grpo_addition.yaml`, 16 prompts with 8 samples a step, but with 32 rows for the 128
 requests, so that a step has a tail. Ways take turns, seed by seed. Rewards are those of the samples
 that a step trained on; over-sampling prefers groups that end early, so the held-out score, of
-greedy answers to 128 other problems, is what to compare. Seconds are those of steps after the
+sampled answers to 256 other problems, is what to compare. Seconds are those of steps after the
 second, since the first ones compile; to wait is the part that a step spends on its samples.
 """
 
@@ -178,12 +178,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     found = _earlier(output.with_suffix(".json"))
     for seed in args.seeds:
         for way in args.ways[:: -1 if seed % 2 else 1]:
-            found[way][str(seed)] = training = train(way, seed, num_steps, args.rows)
-            print(way, seed, _line(way, [training]), flush=True)
+            if str(seed) not in found[way]:
+                found[way][str(seed)] = training = train(way, seed, num_steps, args.rows)
+                print(way, seed, _line(way, [training]), flush=True)
+                _write(output, found, f"{num_steps} steps, {args.rows} rows", is_quick=args.quick)
+    print(f"wrote {write_page(output_dir(args))}")
+
+
+def _write(
+    output: Path, found: dict[str, dict[str, Training]], sizes: str, *, is_quick: bool
+) -> None:
+    """Writes all that has been trained so far."""
     trained = {way: list(some.values()) for way, some in found.items() if some}
     seeds = sorted({seed for some in found.values() for seed in some})
     lines = [
-        f"{num_steps} steps, seeds {', '.join(seeds)}, {args.rows} rows; means, and each score.",
+        f"{sizes}, seeds {', '.join(seeds)}; means, and each score.",
         "",
         "| way | step, s | of it waiting, s | reward, last 5 steps | held out |",
         "|---|---:|---:|---|---|",
@@ -191,20 +200,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         "",
         *_curves(trained),
     ]
+    trainings = {
+        way: {seed: each._asdict() for seed, each in some.items()} for way, some in found.items()
+    }
     write_results(
         output,
         "GRPO on addition with over-sampling",
         "benchmarks/throughput/over_sampling.py",
         lines,
-        {
-            "is_quick": args.quick,
-            "trainings": {
-                way: {seed: each._asdict() for seed, each in some.items()}
-                for way, some in found.items()
-            },
-        },
+        {"is_quick": is_quick, "trainings": trainings},
     )
-    print(f"wrote {write_page(output_dir(args))}")
 
 
 def _earlier(path: Path) -> dict[str, dict[str, Training]]:
