@@ -266,6 +266,7 @@ def test_exported_names():
         "GrpoLearner",
         "MismatchReport",
         "OverSampling",
+        "OverSamplingAgenticGrpoLearner",
         "OverSamplingGrpoLearner",
         "Progress",
         "RLCluster",

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from tunix_sgljax.factory import GrpoLearner, RLCluster, create_sgljax_rollout
     from tunix_sgljax.in_flight.agentic import AgenticGrpoLearner
     from tunix_sgljax.in_flight.outputs import VersionedRolloutOutput
-    from tunix_sgljax.long_tail import OverSampling, OverSamplingGrpoLearner
+    from tunix_sgljax.long_tail import (
+        OverSampling,
+        OverSamplingAgenticGrpoLearner,
+        OverSamplingGrpoLearner,
+    )
     from tunix_sgljax.observability.progress import Progress
     from tunix_sgljax.observability.rollout_metrics import log_rollout_metrics
     from tunix_sgljax.observability.timeline import Timeline, record_timeline
@@ -26,6 +30,7 @@ _LAZY = {
     "GrpoLearner": "tunix_sgljax.factory",
     "MismatchReport": "tunix_sgljax.exactness.mismatch",
     "OverSampling": "tunix_sgljax.long_tail",
+    "OverSamplingAgenticGrpoLearner": "tunix_sgljax.long_tail",
     "OverSamplingGrpoLearner": "tunix_sgljax.long_tail",
     "Progress": "tunix_sgljax.observability.progress",
     "RLCluster": "tunix_sgljax.factory",
@@ -43,6 +48,7 @@ __all__ = [
     "GrpoLearner",
     "MismatchReport",
     "OverSampling",
+    "OverSamplingAgenticGrpoLearner",
     "OverSamplingGrpoLearner",
     "Progress",
     "RLCluster",

@@ -1,139 +1,96 @@
 """A rollout with a long tail: orders of requests, on this machine and simulated.
 
-    python benchmarks/throughput/long_tail.py            # `small`, about 5 minutes on 2 cores
+    python benchmarks/throughput/long_tail.py            # both steps, 5 minutes on 2 cores
     python benchmarks/throughput/long_tail.py --quick    # a smoke test
 
-128 requests, 8 samples of 16 prompts, on 32 rows, step after step with the same prompts; the prefix
-cache is emptied between steps, as a weight update does. Lengths are lognormal: prompts' medians
-around 64 tokens (sigma 0.7), samples around those (sigma 0.5). An answer ends at a stop token that
-its seed gives at that place, so that the engine knows no length before the end.
+Two steps of 128 requests, 8 samples of 16 prompts, on 32 rows, again and again with the same
+prompts; the prefix cache is emptied between steps, as a weight update does:
 
-Engines with "fcfs" and "longest_first" take turns. Then the simulator runs the same steps over a
-table of step times, which was measured before on one of the engines.
+- `demo`: that of `configs/grpo_addition.yaml`. Its answers are real ones, and end as they do.
+- `rl_longtail`: the workload of that name with the model `small`. Each prompt keeps its lengths, in
+  another order each step. An answer ends at a stop token that its seed gives at that place, so that
+  the engine knows no length before the end.
+
+Engines with "fcfs" and "longest_first" take turns and do the same work: samples are compared. Then
+the simulator runs the same steps over a table of step times, which is measured on one of the
+engines now and then.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import random
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
+import jax
 import numpy as np
+from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from benchmarks.lib.page import write_page
-from benchmarks.lib.reporting import make_parser, output_dir, write_results
+from benchmarks.lib.reporting import ROOT, make_parser, output_dir, write_results
 from sgljax_engine import Engine, RequestOutput, SamplingParams
-from sgljax_engine.simulation import LognormalLengths, Plan, Simulation, StepTable
+from sgljax_engine.simulation import Plan, RecordedLengths, Simulation, StepTable
+from tunix_sgljax import Progress, SglJaxRollout
 from tunix_sgljax.bench.shapes import MODELS
+from tunix_sgljax.bench.workloads import make_workload
 
-_MORE = 64
-"""Tokens behind a wanted length, among which is one that the answer has not had yet."""
+sys.path.insert(0, str(ROOT / "examples"))
+
+import addition_task
 
 POLICIES = ("fcfs", "longest_first")
 
+_MORE = 16
+"""Tokens behind a wanted length, among which is one that the answer has not had yet."""
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """What is run.
+_FEW, _MANY = 8, 64
+"""Tokens of the two runs that tell a step from the rest."""
 
-    Attributes:
-        model: Name of the model's shape.
-        num_prompts, num_samples, num_rows: Prompts, samples of each, rows.
-        num_steps: Steps; the first one, of which nothing is known, is reported apart.
-        prompt_tokens: Tokens of a prompt.
-        lengths: Lengths of answers.
-        batches: Batch sizes whose steps are timed.
-    """
+_NUM_TABLES = 4
+"""Times that the table is measured, spread over the steps."""
 
-    model: str = "small"
-    num_prompts: int = 16
-    num_samples: int = 8
-    num_rows: int = 32
-    num_steps: int = 6
-    prompt_tokens: int = 64
-    lengths: LognormalLengths
-    batches: tuple[int, ...] = (1, 4, 8, 16, 32)
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of the longest sequence."""
-        return self.prompt_tokens + self.lengths.max_new_tokens + 16
-
-
-FULL = Sizes(lengths=LognormalLengths(median=64, max_new_tokens=512))
-
-QUICK = Sizes(
-    model="tiny",
-    num_prompts=4,
-    num_samples=2,
-    num_rows=4,
-    num_steps=2,
-    lengths=LognormalLengths(median=16, max_new_tokens=48),
-    batches=(1, 4),
-)
+_MODEL_LEN = 192
+"""Enough for all that is timed for the table."""
 
 
 class Steps:
-    """The requests of all steps: prompts, seeds, and the tokens that end them.
-
-    It is a `Lengths` too, so that the simulator runs the same steps.
+    """The requests of all steps, and as `Lengths` of a simulation their answers.
 
     Attributes:
+        requests: The prompt of every request of a step.
+        num_samples: Requests of a prompt.
         max_new_tokens: The limit of every request.
+        lengths: Tokens of the answers of each step that has run.
     """
 
-    def __init__(self, engine: Engine, sizes: Sizes) -> None:
-        """Draws lengths, and samples once without an end to find each answer's last token.
-
-        Args:
-            engine: Samples them; any engine draws the same tokens of a seed.
-            sizes: How many there are.
-        """
-        rng = random.Random(0)
-        self._sizes = sizes
-        vocab_size = MODELS[sizes.model].config.vocab_size
-        self._prompts = [
-            [rng.randrange(1, vocab_size) for _ in range(sizes.prompt_tokens)]
-            for _ in range(sizes.num_prompts)
-        ]
-        self.max_new_tokens = sizes.lengths.max_new_tokens
-        self._params: list[list[SamplingParams]] = []
-        self._lengths: list[list[int]] = []
-        for step in range(sizes.num_steps):
-            wanted = [
-                length
-                for prompt in range(sizes.num_prompts)
-                for length in sizes.lengths.draw(prompt, sizes.num_samples, rng)
-            ]
-            seeds = [step * len(wanted) + index for index in range(len(wanted))]
-            whole = engine.generate_requests(
-                self.requests,
-                [
-                    self._endless(seed, min(length + _MORE, self.max_new_tokens))
-                    for seed, length in zip(seeds, wanted, strict=True)
-                ],
-            )
-            ends = [_end(out.output_ids, length) for out, length in zip(whole, wanted, strict=True)]
-            self._lengths.append([length for length, _ in ends])
-            self._params.append(
-                [
-                    dataclasses.replace(
-                        self._endless(seed, self.max_new_tokens), stop_token_ids=(token,)
-                    )
-                    for seed, (_, token) in zip(seeds, ends, strict=True)
-                ]
-            )
-
-    def _endless(self, seed: int, num_tokens: int) -> SamplingParams:
-        return SamplingParams(
-            max_new_tokens=num_tokens, ignore_eos=True, seed=seed, temperature=1.0
-        )
+    def __init__(
+        self, requests: list[list[int]], num_samples: int, params: list[list[SamplingParams]]
+    ) -> None:
+        """Takes the sampling parameters of each step's requests."""
+        self.requests = requests
+        self.num_samples = num_samples
+        self.max_new_tokens = params[0][0].max_new_tokens
+        self.lengths: list[list[int]] = []
+        self._params = params
 
     @property
-    def requests(self) -> list[list[int]]:
-        """The prompt of every request of a step."""
-        return [prompt for prompt in self._prompts for _ in range(self._sizes.num_samples)]
+    def num_prompts(self) -> int:
+        """Prompts of a step."""
+        return len(self.requests) // self.num_samples
+
+    @property
+    def num_steps(self) -> int:
+        """Steps."""
+        return len(self._params)
+
+    def lengths_by_prompt(self) -> list[list[int]]:
+        """Tokens of all answers to each prompt, as `tunix-sgljax simulate --lengths` reads them."""
+        by_prompt = np.reshape(self.lengths, (len(self.lengths), self.num_prompts, -1))
+        return by_prompt.swapaxes(0, 1).reshape(self.num_prompts, -1).tolist()
 
     def run(self, engine: Engine, step: int) -> tuple[float, list[RequestOutput]]:
         """Runs a step on an engine; returns its seconds and outputs."""
@@ -141,48 +98,148 @@ class Steps:
         start = time.perf_counter()
         outputs = engine.generate_requests(self.requests, self._params[step])
         seconds = time.perf_counter() - start
-        assert [len(out.output_ids) for out in outputs] == self._lengths[step]
+        self.lengths[step:] = [[len(out.output_ids) for out in outputs]]
         return seconds, outputs
 
-    def simulate(self, policy: str, table: StepTable) -> list[float]:
+    def simulate(self, policy: str, table: StepTable, num_rows: int) -> list[float]:
         """Seconds of the same steps in the simulator."""
-        self._asked = 0
+        self._num_asked = 0
         plan = Plan(
-            num_groups=self._sizes.num_prompts,
-            num_samples=self._sizes.num_samples,
-            num_rows=self._sizes.num_rows,
-            num_prompts=self._sizes.num_prompts,
-            prompt_tokens=self._sizes.prompt_tokens,
+            num_groups=self.num_prompts,
+            num_samples=self.num_samples,
+            num_rows=num_rows,
+            num_prompts=self.num_prompts,
+            prompt_tokens=round(float(np.mean([len(prompt) for prompt in self.requests]))),
             schedule_policy=policy,
         )
-        return [step.seconds for step in Simulation(plan, self, table).steps(len(self._lengths))]
+        return [step.seconds for step in Simulation(plan, self, table).steps(len(self.lengths))]
 
     def draw(self, prompt: int, count: int, rng: random.Random) -> list[int]:
         """The lengths that the engines had, in the order in which a simulation asks."""
-        step = self._asked // self._sizes.num_prompts
-        self._asked += 1
-        return self._lengths[step][prompt * count : (prompt + 1) * count]
+        step = self._num_asked // self.num_prompts
+        self._num_asked += 1
+        return self.lengths[step][prompt * count : (prompt + 1) * count]
 
 
-def _end(tokens: Sequence[int], length: int) -> tuple[int, int]:
-    """Length and last token of an answer that ends at the first new token from there on."""
-    for index in range(length - 1, len(tokens)):
-        if tokens[index] not in tokens[:index]:
-            return index + 1, tokens[index]
-    return len(tokens), -1
+class Case(NamedTuple):
+    """What is run.
+
+    Attributes:
+        make_engine: Makes the engine of a policy.
+        make_steps: Makes the requests; the engine may sample some tokens for that.
+        vocab_size: Of the model.
+        num_rows: `max_running_requests`.
+    """
+
+    make_engine: Callable[[str], Engine]
+    make_steps: Callable[[Engine], Steps]
+    vocab_size: int
+    num_rows: int
 
 
-def measure_table(engine: Engine, sizes: Sizes, repeats: int) -> StepTable:
+def demo(*, is_quick: bool) -> Case:
+    """The step of the demo."""
+    num_prompts, num_samples, num_rows, num_steps = (2, 4, 4, 2) if is_quick else (16, 8, 32, 24)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
+    tokenizer = addition_task.Tokenizer()
+    actor = addition_task.load_checkpoint(ROOT / "examples/data/addition_sft.safetensors", mesh)
+    rows = addition_task.problem_rows(num_prompts, seed=0)
+    prompts = [[tokenizer.bos_id(), *tokenizer.encode(row["prompts"])] for row in rows]
+
+    def make_engine(policy: str) -> Engine:
+        return SglJaxRollout(
+            rollout_actor=actor,
+            tokenizer=tokenizer,
+            mesh=mesh,
+            rollout_config=RolloutConfig(temperature=1.0),
+            page_size=16,
+            max_running_requests=num_rows,
+            max_model_len=_MODEL_LEN,
+            schedule_policy=policy,
+            progress=Progress(False),
+        ).engine
+
+    def make_steps(_: Engine) -> Steps:
+        requests = [prompt for prompt in prompts for _ in range(num_samples)]
+        new, ends = addition_task.MAX_NEW_TOKENS, (tokenizer.eos_id(),)
+        params = [
+            [
+                SamplingParams(max_new_tokens=new, stop_token_ids=ends, seed=seed)
+                for seed in range(step * len(requests), (step + 1) * len(requests))
+            ]
+            for step in range(num_steps)
+        ]
+        return Steps(requests, num_samples, params)
+
+    return Case(make_engine, make_steps, tokenizer.vocab_size, num_rows)
+
+
+def rl_longtail(*, is_quick: bool) -> Case:
+    """The step of the workload."""
+    model, num_rows, num_steps = ("tiny", 4, 2) if is_quick else ("small", 32, 7)
+    config = MODELS[model].config
+    workload = make_workload("rl_longtail", config.vocab_size, is_quick=is_quick)
+    groups = np.reshape(workload.output_lengths, (-1, workload.num_samples)).tolist()
+
+    def make_engine(policy: str) -> Engine:
+        return Engine(
+            model_config=config,
+            load_format="dummy",
+            max_running_requests=num_rows,
+            max_model_len=max(workload.max_model_len + _MORE, _MODEL_LEN),
+            schedule_policy=policy,
+        )
+
+    def make_steps(engine: Engine) -> Steps:
+        recorded, rng = RecordedLengths(groups), random.Random(0)
+        most = workload.max_output_len + _MORE
+        params = []
+        for step in range(num_steps):
+            wanted = [
+                length
+                for prompt in range(len(groups))
+                for length in recorded.draw(prompt, workload.num_samples, rng)
+            ]
+            endless = [
+                SamplingParams(
+                    max_new_tokens=length + _MORE, ignore_eos=True, seed=step * len(wanted) + index
+                )
+                for index, length in enumerate(wanted)
+            ]
+            outputs = engine.generate_requests(workload.requests, endless)
+            params.append(
+                [
+                    dataclasses.replace(each, max_new_tokens=most, stop_token_ids=(token,))
+                    for each, token in zip(endless, map(_end, outputs, wanted), strict=True)
+                ]
+            )
+        return Steps(workload.requests, workload.num_samples, params)
+
+    return Case(make_engine, make_steps, config.vocab_size, num_rows)
+
+
+CASES: dict[str, Callable[..., Case]] = {"demo": demo, "rl_longtail": rl_longtail}
+
+
+def _end(output: RequestOutput, length: int) -> int:
+    """The first token from a length on that the answer has not had before."""
+    tokens = output.output_ids
+    return next(
+        tokens[index]
+        for index in range(length - 1, len(tokens))
+        if tokens[index] not in tokens[:index]
+    )
+
+
+def measure_table(engine: Engine, case: Case, repeats: int) -> StepTable:
     """Times steps of full batches, the keys they read, prompts, and the host's part.
 
     A dispatch of many steps and one of few tell a step from the rest; long prompts in the cache
     tell the keys.
     """
-    vocab_size = MODELS[sizes.model].config.vocab_size
     rng = np.random.default_rng(0)
-    few, many = 8, 64
-    contexts = 16, sizes.max_model_len - many
-    short, long = (rng.integers(1, vocab_size, size).tolist() for size in contexts)
+    batches = [rows for rows in (1, 4, 8, 16, 32) if rows <= case.num_rows]
+    short, long = (rng.integers(1, case.vocab_size, size).tolist() for size in (16, 128))
 
     def seconds(prompts: list[list[int]], num_tokens: int) -> float:
         params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
@@ -194,99 +251,107 @@ def measure_table(engine: Engine, sizes: Sizes, repeats: int) -> StepTable:
         return float(np.median(times[1:]))
 
     step_s, rest_s = [], []
-    for rows in sizes.batches:
-        short_s, long_s = (seconds([short] * rows, count) for count in (few, many))
-        step_s.append((long_s - short_s) / (many - few))
-        rest_s.append(max(short_s - few * step_s[-1], 0.0))
-    most = sizes.batches[-1]
-    more_s = seconds([long] * most, many) - seconds([short] * most, many)
-    key_s = max(more_s / (many * most * (len(long) - len(short))), 0.0)
-    keys = len(short) + (few + many) / 2  # what the timed steps read on average
-    fresh = [rng.integers(1, vocab_size, 64).tolist() for _ in range(16 * (repeats + 1))]
+    for rows in batches:
+        short_s, long_s = (seconds([short] * rows, count) for count in (_FEW, _MANY))
+        step_s.append((long_s - short_s) / (_MANY - _FEW))
+        rest_s.append(max(short_s - _FEW * step_s[-1], 0.0))
+    most = batches[-1]
+    more_s = seconds([long] * most, _MANY) - seconds([short] * most, _MANY)
+    key_s = max(more_s / (_MANY * most * (len(long) - len(short))), 0.0)
+    keys = len(short) + (_FEW + _MANY) / 2  # what the timed steps read on average
     prefill_s = []
-    for index in range(0, len(fresh), 16):
+    for _ in range(repeats + 1):
+        fresh = rng.integers(1, case.vocab_size, (16, 64)).tolist()
         start = time.perf_counter()
-        engine.generate_requests(fresh[index : index + 16], SamplingParams(max_new_tokens=0))
+        engine.generate_requests(fresh, SamplingParams(max_new_tokens=0))
         prefill_s.append(time.perf_counter() - start)
-    one_s = step_s[min(len(step_s) - 1, sizes.batches.index(min(16, most)))]
-    prefill_token_s = max(float(np.median(prefill_s[1:])) - one_s, 0.0) / (16 * 64)
+    one_s = step_s[batches.index(min(16, most))]
     return StepTable(
         source="measured in this run",
-        rows=sizes.batches,
+        rows=tuple(batches),
         step_s=tuple(
             max(each - key_s * rows * keys, each / 2)
-            for rows, each in zip(sizes.batches, step_s, strict=True)
+            for rows, each in zip(batches, step_s, strict=True)
         ),
         key_s=key_s,
-        prefill_token_s=prefill_token_s,
+        prefill_token_s=max(float(np.median(prefill_s[1:])) - one_s, 0.0) / (16 * 64),
         dispatch_s=float(np.median(rest_s)) / 2,  # of a dispatch that prefills, and the call
+    )
+
+
+def median_table(tables: Sequence[StepTable]) -> StepTable:
+    """Medians of tables of the same rows, since others disturb some of them."""
+    fields = {
+        name: float(np.median([getattr(table, name) for table in tables]))
+        for name in ("key_s", "prefill_token_s", "dispatch_s")
+    }
+    step_s = np.median([table.step_s for table in tables], axis=0)
+    return dataclasses.replace(tables[0], step_s=tuple(step_s.tolist()), **fields)
+
+
+def measure(name: str, output: Path, *, is_quick: bool, repeats: int) -> None:
+    """Measures and simulates one of the steps, and writes what it finds."""
+    case = CASES[name](is_quick=is_quick)
+    engines = {policy: case.make_engine(policy) for policy in POLICIES}
+    first = engines[POLICIES[0]]
+    steps = case.make_steps(first)
+    for engine in engines.values():  # programs, and the lengths of no step that counts
+        engine.warmup()
+    tables: list[StepTable] = []
+    found: dict[str, list[float]] = {policy: [] for policy in POLICIES}
+    for step in range(steps.num_steps):
+        if step % -(-steps.num_steps // _NUM_TABLES) == 0:
+            tables.append(measure_table(first, case, repeats))
+        outputs = {}
+        for policy in POLICIES[:: 1 if step % 2 else -1]:
+            seconds, outputs[policy] = steps.run(engines[policy], step)
+            found[policy].append(seconds)
+        fcfs, longest = ([out.output_ids for out in outputs[policy]] for policy in POLICIES)
+        assert fcfs == longest, "samples depend on the order of starts"
+        print(f"step {step}:", *(f"{each[-1]:.3f} s" for each in found.values()), flush=True)
+    for engine in engines.values():
+        engine.shutdown()
+    table = median_table(tables)
+    simulated = {policy: steps.simulate(policy, table, case.num_rows) for policy in POLICIES}
+    write_results(
+        output / f"long_tail_{name}.md",
+        f"A rollout with a long tail: {name}",
+        "benchmarks/throughput/long_tail.py",
+        [f"{len(steps.requests)} requests on {case.num_rows} rows.", "", *_lines(found, simulated)],
+        {
+            "is_quick": is_quick,
+            "runs_s": found,
+            "simulated_s": simulated,
+            "table": dataclasses.asdict(table),
+            "lengths": steps.lengths_by_prompt(),
+        },
     )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and simulates."""
     parser = make_parser(__doc__, pairs=3)
-    parser.add_argument("--model", choices=("tiny", "small"), default="small")
+    parser.add_argument("--workloads", nargs="+", choices=CASES, default=list(CASES))
     args = parser.parse_args(argv)
-    sizes = QUICK if args.quick else dataclasses.replace(FULL, model=args.model)
-    engines = {
-        policy: Engine(
-            model_config=MODELS[sizes.model].config,
-            load_format="dummy",
-            max_running_requests=sizes.num_rows,
-            max_model_len=sizes.max_model_len,
-            schedule_policy=policy,
-        )
-        for policy in POLICIES
-    }
-    first = engines[POLICIES[0]]
-    table = measure_table(first, sizes, args.pairs)
-    steps = Steps(first, sizes)
-    found: dict[str, list[float]] = {policy: [] for policy in POLICIES}
-    for engine in engines.values():  # programs, and the lengths of no step that counts
-        engine.warmup()
-    for step in range(sizes.num_steps):
-        runs = {}
-        for policy in POLICIES[:: 1 if step % 2 else -1]:
-            seconds, runs[policy] = steps.run(engines[policy], step)
-            found[policy].append(seconds)
-        fcfs, longest = ([out.output_ids for out in runs[policy]] for policy in POLICIES)
-        assert fcfs == longest, "samples depend on the order of starts"
-        print(f"step {step}: { ({name: each[-1] for name, each in found.items()}) }", flush=True)
-    for engine in engines.values():
-        engine.shutdown()
-    simulated = {policy: steps.simulate(policy, table) for policy in POLICIES}
-    lines = _table(found, simulated)
-    content = {"runs_s": found, "simulated_s": simulated, "table": dataclasses.asdict(table)}
-    write_results(
-        output_dir(args) / f"long_tail_{sizes.model}.md",
-        "A rollout with a long tail",
-        "benchmarks/throughput/long_tail.py",
-        [
-            f"Model: {sizes.model}, {sizes.num_rows} rows, {len(steps.requests)} requests",
-            "",
-            *lines,
-        ],
-        {"is_quick": args.quick, **content},
-    )
+    for name in args.workloads:
+        measure(name, output_dir(args), is_quick=args.quick, repeats=args.pairs)
     print(f"wrote {write_page(output_dir(args))}")
 
 
-def _table(found: dict[str, list[float]], simulated: dict[str, list[float]]) -> list[str]:
-    lines = [
-        "| step | " + " | ".join(f"{name}, s | simulated, s" for name in POLICIES) + " | speed of "
-        "longest first | simulated |",
-        "|---|" + "---:|" * 6,
-    ]
-    parts = {"first": slice(1), "later, mean": slice(1, None)}
-    for name, part in parts.items():
-        means = [
-            float(np.mean(each[policy][part])) for policy in POLICIES for each in (found, simulated)
-        ]
-        fcfs, fcfs_simulated, longest, longest_simulated = means
-        speeds = f"{fcfs / longest:.2f} | {fcfs_simulated / longest_simulated:.2f}"
+def _lines(found: dict[str, list[float]], simulated: dict[str, list[float]]) -> list[str]:
+    """A line for each policy and for its speed, in the first step and in the later ones."""
+    lines = ["| steps | | measured, s | simulated, s | measured over simulated |"]
+    lines += ["|---|---|---:|---:|---:|"]
+    for part, some in {"first": slice(1), "later, median": slice(1, None)}.items():
+        middles = {
+            policy: [float(np.median(each[policy][some])) for each in (found, simulated)]
+            for policy in POLICIES
+        }
+        for policy, (real, model) in middles.items():
+            lines.append(f"| {part} | {policy} | {real:.3f} | {model:.3f} | {real / model:.3f} |")
+        real, model = (a / b for a, b in zip(*middles.values(), strict=True))
         lines.append(
-            f"| {name} | " + " | ".join(f"{each:.3f}" for each in means) + f" | {speeds} |"
+            f"| {part} | speed of longest first | {real:.3f} | {model:.3f} | {real / model:.3f} |"
         )
     return [*lines, ""]
 

@@ -1,18 +1,21 @@
 """GRPO on addition with over-sampling: reward against time, and what carried groups cost.
 
-    python benchmarks/throughput/over_sampling.py            # about 10 minutes on 2 cores
-    python benchmarks/throughput/over_sampling.py --quick    # a smoke test
+    python benchmarks/throughput/over_sampling.py --seeds 0    # some minutes on 2 cores
+    python benchmarks/throughput/over_sampling.py --quick      # a smoke test
+
+Trainings are added to those of earlier runs, one by one.
 
 `configs/grpo_addition.yaml`, 16 prompts with 8 samples a step, but with 32 rows for the 128
 requests, so that a step has a tail. Ways take turns, seed by seed. Rewards are those of the samples
 that a step trained on; over-sampling prefers groups that end early, so the held-out score, of
-greedy answers to 128 other problems, is what to compare. Seconds are those of steps after the
+sampled answers to 256 other problems, is what to compare. Seconds are those of steps after the
 second, since the first ones compile; to wait is the part that a step spends on its samples.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -165,36 +168,80 @@ def _held_out(rollout: SglJaxRollout, config: RolloutConfig) -> float:
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains all ways."""
     parser = make_parser(__doc__)
-    parser.add_argument("--seeds", type=int, help="how many (3)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="to train with (0)")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--steps", type=int, help="of each training (25)")
     parser.add_argument("--rows", type=int, default=32, help="max_running_requests (32)")
     args = parser.parse_args(argv)
-    num_seeds = args.seeds or (1 if args.quick else 3)
     num_steps = args.steps or (4 if args.quick else 25)
-    found: dict[str, list[Training]] = {way: [] for way in WAYS}
-    for seed in range(num_seeds):
-        for way in list(WAYS)[:: -1 if seed % 2 else 1]:
-            found[way].append(train(way, seed, num_steps, args.rows))
-            print(way, seed, _line(way, found[way][-1:]), flush=True)
+    output = output_dir(args) / "over_sampling.md"
+    found = _earlier(output.with_suffix(".json"))
+    for seed in args.seeds:
+        for way in args.ways[:: -1 if seed % 2 else 1]:
+            if str(seed) not in found[way]:
+                found[way][str(seed)] = training = train(way, seed, num_steps, args.rows)
+                print(way, seed, _line(way, [training]), flush=True)
+                _write(output, found, f"{num_steps} steps, {args.rows} rows", is_quick=args.quick)
+    print(f"wrote {write_page(output_dir(args))}")
+
+
+def _write(
+    output: Path, found: dict[str, dict[str, Training]], sizes: str, *, is_quick: bool
+) -> None:
+    """Writes all that has been trained so far."""
+    trained = {way: list(some.values()) for way, some in found.items() if some}
+    seeds = sorted({seed for some in found.values() for seed in some})
     lines = [
-        f"{num_steps} steps, {num_seeds} seeds, {args.rows} rows; means, and of scores every seed.",
+        f"{sizes}, seeds {', '.join(seeds)}; means, and each score.",
         "",
         "| way | step, s | of it waiting, s | reward, last 5 steps | held out |",
         "|---|---:|---:|---|---|",
-        *(_line(way, trainings) for way, trainings in found.items()),
+        *(_line(way, trainings) for way, trainings in trained.items()),
         "",
+        *_curves(trained),
     ]
+    trainings = {
+        way: {seed: each._asdict() for seed, each in some.items()} for way, some in found.items()
+    }
     write_results(
-        output_dir(args) / "over_sampling.md",
+        output,
         "GRPO on addition with over-sampling",
         "benchmarks/throughput/over_sampling.py",
         lines,
-        {
-            "is_quick": args.quick,
-            "trainings": {way: [each._asdict() for each in some] for way, some in found.items()},
-        },
+        {"is_quick": is_quick, "trainings": trainings},
     )
-    print(f"wrote {write_page(output_dir(args))}")
+
+
+def _earlier(path: Path) -> dict[str, dict[str, Training]]:
+    """Trainings of earlier runs, by way and seed."""
+    found = json.loads(path.read_text())["trainings"] if path.exists() else {}
+    return {
+        way: {seed: Training(**each) for seed, each in found.get(way, {}).items()} for way in WAYS
+    }
+
+
+def _curves(trained: dict[str, list[Training]]) -> list[str]:
+    """Rewards against time: the mean over seeds of the last 3 steps up to each moment."""
+    warm = {
+        way: [np.asarray(each.ends_s) - each.ends_s[_COMPILING_STEPS - 1] for each in trainings]
+        for way, trainings in trained.items()
+    }
+    end_s = min(float(each[-1]) for some in warm.values() for each in some)
+    moments = np.linspace(end_s / 6, end_s, 6)
+    lines = ["Rewards so many seconds after the steps that compile, mean of the last 3 steps:", ""]
+    lines += ["| way | " + " | ".join(f"{moment:.1f} s" for moment in moments) + " |"]
+    lines += ["|---|" + "---:|" * len(moments)]
+    for way, trainings in trained.items():
+        values = []
+        for moment in moments:
+            counts = [int((ends <= moment).sum()) for ends in warm[way]]
+            last = [
+                float(np.mean(each.rewards[max(count - 3, 0) : count]))
+                for each, count in zip(trainings, counts, strict=True)
+            ]
+            values.append(f"{np.mean(last):.3f}")
+        lines.append(f"| {way} | {' | '.join(values)} |")
+    return [*lines, ""]
 
 
 def _line(way: str, trainings: Sequence[Training]) -> str:

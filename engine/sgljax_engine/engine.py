@@ -536,12 +536,26 @@ class Engine:
         input_ids: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams],
         lora: str | None = None,
+        *,
+        rid: Sequence[str] | None = None,
+        on_piece: Callable[[int, RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
-        """`generate_requests` for asyncio; cancelling the task aborts its requests."""
-        made = self._make_requests(
-            None, sampling_params, input_ids, LogprobArgs(), False, lora=lora
+        """`generate_requests` for asyncio; cancelling the task aborts its requests.
+
+        Args:
+            input_ids: As in `generate_requests`, also for the arguments below.
+            sampling_params: For all prompts, or one for each.
+            lora: The adapter of all prompts.
+            rid: An id for each prompt, for `abort_request`.
+            on_piece: Called with an output's index and new tokens as these come, but for the last
+                ones; on a thread of the engine, which it must not keep.
+        """
+        made, _ = self._make_requests(
+            None, sampling_params, input_ids, LogprobArgs(), on_piece is not None, rid, lora
         )
-        return await self._calls.async_generate(made[0])
+        if on_piece is None:
+            return await self._calls.async_generate(made)
+        return await self._calls.async_watch(made, on_piece)
 
     def score(
         self,

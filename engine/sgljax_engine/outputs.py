@@ -145,3 +145,23 @@ class RequestOutput:
 
 def _entries(logprobs: Sequence[float | None], ids: Sequence[int]) -> list[LogprobEntry]:
     return [(logprob, token_id, None) for logprob, token_id in zip(logprobs, ids, strict=True)]
+
+
+_PIECEWISE = (
+    *("output_ids", "logprobs", "processed_logprobs", "scaled_logprobs", "extra_logprobs"),
+    *("token_weight_versions", "draft_sources"),
+)
+"""Lists of which each piece of a streamed request has its part."""
+
+
+def join_pieces(pieces: Sequence[RequestOutput]) -> RequestOutput:
+    """The whole output of a streamed request.
+
+    Args:
+        pieces: All of them in order, at least the last one.
+    """
+    joined: dict[str, Any] = {
+        name: [each for piece in pieces for each in getattr(piece, name)] for name in _PIECEWISE
+    }
+    joined["text"] = "".join(piece.text for piece in pieces)
+    return dataclasses.replace(pieces[-1], prompt_logprobs=pieces[0].prompt_logprobs, **joined)

@@ -82,6 +82,8 @@ class TestConfig:
             ({"unfinished": "keep"}, "unfinished must be one of"),
             ({"max_age": 0}, "max_age must be an integer >= 1, got 0"),
             ({"max_age": 1.5}, "max_age"),
+            ({"factor": 2.5, "unfinished": "abort"}, r"factor must be in \[1, 2\]"),
+            ({"known_rewards": "mine"}, "known_rewards must be a function or None, got 'mine'"),
         ],
     )
     def test_bad_values_are_refused_by_name(self, options, message):
@@ -159,6 +161,12 @@ class Run:
             update(examples, *args)
 
         self.cluster.update_actor = watched
+        self.metrics: dict[str, list[float]] = {}
+        self.cluster.with_external_metrics_logger(self.note)
+
+    def note(self, buffer):
+        for name, (values, _) in buffer.metrics.items():
+            self.metrics.setdefault(name, []).extend(values)
 
     def reward(self, prompts, completions, mode, **_):
         if self.error is not None:
@@ -251,6 +259,48 @@ def test_dropped_groups_are_on_policy_and_not_asked_again():
     assert all(example.old_per_token_logps is None for example in run.examples)
 
 
+@pytest.mark.slow
+def test_aborted_groups_are_asked_again_and_on_policy():
+    run = Run(OverSampling(factor=2.0, unfinished="abort")).train()
+    assert sorted(map(str, run.rewarded)) == all_prompts()
+    assert run.cluster.global_steps == NUM_PROMPTS // PROMPTS_PER_STEP
+    assert check_ages(run, max_age=0) == (0, False)
+    assert all(example.old_per_token_logps is None for example in run.examples)
+    assert sum(run.metrics["over_sampling/aborted_groups"]) > 0
+    assert sum(run.metrics["over_sampling/dropped_groups"]) == 0
+
+
+def test_groups_with_known_rewards_end_early_without_advantage():
+    def known_rewards(prompts, completions, finished, **_):
+        """Every second prompt is decided after a few tokens."""
+        assert len(prompts) == len(completions) == len(finished) == NUM_GENERATIONS
+        is_known = int(prompts[0].split()[0]) % 2 == 0
+        return [0.5 if is_known and len(text.split()) > 2 else None for text in completions]
+
+    run = Run(OverSampling(factor=1.5, known_rewards=known_rewards))
+    run.train()
+    assert sorted(map(str, run.rewarded)) == all_prompts()
+    num_ended, others = 0, []
+    for example in run.examples:
+        is_real = np.asarray(example.token_versions) >= 0
+        advantages = np.asarray(example.advantages)
+        for first in range(0, len(is_real), NUM_GENERATIONS):
+            group = slice(first, first + NUM_GENERATIONS)
+            if np.asarray(example.prompt_ids)[first][np.asarray(example.prompt_mask)[first]][0] % 2:
+                others.append(np.abs(advantages[group]).max())
+            elif not advantages[group].any():
+                num_ended += 1
+                assert is_real[group].sum(-1).min() < 24
+    assert num_ended == sum(run.metrics["over_sampling/ended_groups"]) > 0
+    assert max(others) > 0
+
+
+def test_known_rewards_that_are_too_few_are_an_error():
+    run = Run(OverSampling(known_rewards=lambda **_: [1.0]))
+    with pytest.raises(InvalidRequestError, match="known_rewards must return 4 rewards or None"):
+        run.train()
+
+
 def test_without_more_groups_it_is_tunix_learner():
     run = Run(OverSampling(factor=1.0, unfinished="drop")).train()
     assert [str(prompt) for prompt in run.rewarded] == [
@@ -290,8 +340,9 @@ def test_a_failure_in_a_reward_leaves_the_engine_free():
         ({"options": {"logprobs_mode": "raw_logprobs"}}, "raw_logprobs"),
         ({"offload_to_cpu": True}, "offload_to_cpu"),
         ({"grpo": grpo_config(policy_loss_fn="ppo")}, "policy_loss_fn"),
+        ({"grpo": grpo_config(advantage_estimator="gae")}, "advantage_estimator"),
     ],
 )
 def test_what_cannot_be_right_is_refused_by_name(changes, message):
     with pytest.raises(InvalidConfigError, match=message):
-        Run(OverSampling(), **changes)
+        Run(OverSampling(known_rewards=lambda **_: [None]), **changes)

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.hardware import step_parts
 from benchmarks.interruption import interruptions, sleep_wake
-from benchmarks.throughput import growth, hybrid, long_tail, options, simulated
+from benchmarks.throughput import growth, hybrid, long_tail, options, over_sampling, simulated
 
 QUICK_COMPILE = "that the benchmark runs and what it writes, not its numbers"
 
@@ -51,20 +51,40 @@ def test_growth_with_the_batch(tmp_path):
     assert "| [growth](growth.md) |" in (tmp_path / "README.md").read_text()
 
 
-def test_the_long_tail(tmp_path):
-    data = written(long_tail.main, tmp_path, "long_tail_tiny")
+@pytest.mark.parametrize("name", ["demo", "rl_longtail"])
+def test_the_long_tail(tmp_path, name):
+    data = written(long_tail.main, tmp_path, f"long_tail_{name}", "--workloads", name)
     assert list(data["runs_s"]) == list(data["simulated_s"]) == ["fcfs", "longest_first"]
     assert all(len(each) == 2 for each in data["runs_s"].values())
     assert data["table"]["rows"] == [1, 4]
+    assert [len(each) for each in data["lengths"]] == [8, 8]
+    assert all(length > 0 for each in data["lengths"] for length in each)
 
 
 def test_simulated_rollouts(tmp_path):
-    found = written(simulated.main, tmp_path, "simulated")["found"]
-    assert [(each["hardware"], each["epoch"]) for each in found[:2]] == [
-        ("cpu", "first"),
-        ("cpu", "later"),
-    ]
-    assert all(each["outcomes"][0]["speed"] == 1 for each in found)
+    for lengths in ("lognormal", "rl_longtail"):  # the second adds to the first
+        data = written(
+            simulated.main, tmp_path, "simulated", "--lengths", lengths, "--hardware", "cpu"
+        )
+    assert list(data["found"]) == ["lognormal, cpu", "rl_longtail, cpu"]
+    for rows in data["found"].values():
+        assert [row["epoch"] for row in rows] == ["first", "later"]
+        assert all(row["outcomes"][0]["speed"] == 1 for row in rows)
+    assert "in 4 cases" in (tmp_path / "simulated.md").read_text()
+
+
+@pytest.mark.soak
+def test_over_sampling(tmp_path):
+    ways = ["plain", "1.25 times, carry, age 1"]
+    for seed in ("0", "1"):  # the second adds to the first
+        data = written(
+            over_sampling.main, tmp_path, "over_sampling", "--seeds", seed, "--ways", *ways
+        )
+    trained = {way: list(some) for way, some in data["trainings"].items() if some}
+    assert trained == {way: ["0", "1"] for way in ways}
+    training = data["trainings"]["plain"]["0"]
+    assert len(training["rewards"]) == len(training["ends_s"]) == len(training["waits_s"]) == 4
+    assert training["ends_s"] == sorted(training["ends_s"])
 
 
 @pytest.mark.soak

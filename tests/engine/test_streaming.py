@@ -605,6 +605,36 @@ class TestAsync:
         wholes = one_step.generate(None, GREEDY, prompts)
         assert asyncio.run(main()) == [whole["output_ids"] for whole in wholes]
 
+    def test_watched_requests_have_whole_outputs(self, one_step):
+        prompts, texts = random_prompts(2, 3, 9, seed=5), ["", ""]
+
+        def note(index, piece):
+            assert piece.finish is None
+            texts[index] += f"{piece.output_ids} "
+
+        async def main():
+            return await one_step.async_generate_requests(prompts, GREEDY, on_piece=note)
+
+        wholes = one_step.generate_requests(prompts, GREEDY)
+        for watched, whole, seen in zip(asyncio.run(main()), wholes, texts, strict=True):
+            assert seen == "".join(f"[{token}] " for token in whole.output_ids[:-1])
+            assert comparable(watched.to_dict()) == comparable(whole.to_dict())
+            assert watched.scaled_logprobs == whole.scaled_logprobs
+
+    def test_an_id_ends_a_watched_request(self, one_step):
+        async def main():
+            def note(index, piece):
+                if piece.num_completion_tokens == 5:
+                    start(lambda: one_step.abort_request("some"))
+
+            return await one_step.async_generate_requests(
+                [PROMPT], LONG, rid=["some"], on_piece=note
+            )
+
+        (output,) = asyncio.run(main())
+        assert output.finish.type == "abort"
+        assert 5 <= len(output.output_ids) == len(output.token_weight_versions) < 240
+
     def test_blocking_calls_in_a_running_loop(self, one_step):
         """As in a notebook."""
 

@@ -146,6 +146,11 @@ def test_wrong_type_names_key_value_and_type(tmp_path, override, message):
             "must be null with num_iterations 2",
         ),
         (
+            "rollout_engine=vanilla over_sampling.factor=1.5",
+            "over_sampling must be null unless rollout_engine is 'sgljax', got 'vanilla'",
+        ),
+        ("training_mode=ppo over_sampling.factor=2", "unless training_mode is 'grpo', got 'ppo'"),
+        (
             "training_mode=ppo eval_rollout_config.temperature=0",
             "eval_rollout_config must be empty with PPO",
         ),

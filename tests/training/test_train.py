@@ -83,6 +83,42 @@ def test_quiet(tmp_path, capsys):
     assert not output.err
 
 
+@pytest.mark.slow
+def test_over_sampling_is_in_lines_records_and_timeline(tmp_path, capsys):
+    section = {"factor": 2, "known_rewards": "tiny_task:nothing_known"}
+    path = write_config(tmp_path, over_sampling=section, task__dataset_args={"num": 8})
+    timeline = tmp_path / "step.pftrace"
+    assert train(path, "num_batches=3", "--timeline", str(timeline)) == 0
+    records = read_records(tmp_path)["steps"]
+    carried = [record["over_sampling"]["carried_groups"] for record in records]
+    assert carried == [2, 2, 2]
+    for record in records:
+        tail = record["over_sampling"]
+        assert 0 < tail["wait_s"] <= record["rollout_s"] < record["step_s"]
+        assert 0 <= tail["age_mean"] <= tail["age_max"] <= 1
+        assert tail["tail_s"] >= 0
+        assert (tail["dropped_groups"], tail["ended_groups"]) == (0, 0)
+    assert records[-1]["over_sampling"]["age_max"] == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert len(lines) == 3
+    assert "2 groups carried, tokens 0.00 old, at most 0, tail " in lines[0]
+    groups = read_trace(timeline).named("group")
+    assert groups
+    assert any(group.args["weight updates"] for group in groups)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("over_sampling.factor=3", "factor must be in [1, 2] with unfinished='carry', got 3.0"),
+        ("over_sampling.known_rewards=tiny_task:none", "over_sampling.known_rewards of tiny_task"),
+    ],
+)
+def test_bad_over_sampling_is_refused(tmp_path, capsys, override, message):
+    assert train(write_config(tmp_path), override) == 2
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

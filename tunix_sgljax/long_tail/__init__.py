@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from tunix_sgljax.long_tail.agentic import OverSamplingAgenticGrpoLearner
 from tunix_sgljax.long_tail.config import OverSampling
 from tunix_sgljax.long_tail.learner import OverSamplingGrpoLearner
 
-__all__ = ["OverSampling", "OverSamplingGrpoLearner"]
+__all__ = ["OverSampling", "OverSamplingAgenticGrpoLearner", "OverSamplingGrpoLearner"]

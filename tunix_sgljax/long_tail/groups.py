@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
+import time
 from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from typing import Any, TypeVar
@@ -13,9 +14,11 @@ from typing import Any, TypeVar
 import numpy as np
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
-from sgljax_engine import EngineShutdownError, RequestOutput
+from sgljax_engine import EngineShutdownError
 from tunix_sgljax.in_flight.outputs import VersionedRolloutOutput
 from tunix_sgljax.long_tail.config import OverSampling
+from tunix_sgljax.long_tail.early_ends import Sampled, sample_group
+from tunix_sgljax.observability.observers import HostSpan
 from tunix_sgljax.rollout import SglJaxRollout
 
 _T = TypeVar("_T")
@@ -29,18 +32,27 @@ class Group:
         columns: The data's columns: for each sample a value, as Tunix repeats them.
         prompt_ids: Token ids of the prompt.
         born: The engine's weight version when it was asked for.
-        future: The samples' outputs.
+        asked_s: The reading of `time.perf_counter` then.
+        num_aborts: Times that it was aborted before.
+        future: The samples.
     """
 
     columns: Mapping[str, Any]
     prompt_ids: list[int]
     born: int
-    future: Future[list[RequestOutput]]
+    asked_s: float
+    num_aborts: int
+    future: Future[Sampled]
 
     @property
     def num_samples(self) -> int:
         """Samples of the group."""
         return len(self.columns["prompts"])
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether a complete group has samples that were cut short, and no advantage."""
+        return self.future.result().ended_early
 
 
 class SamplingLoop:
@@ -53,6 +65,12 @@ class SamplingLoop:
             target=self._loop.run_forever, name="over-sampling", daemon=True
         )
         self._thread.start()
+
+    @property
+    def thread_id(self) -> int:
+        """As `threading.get_ident` gives it there."""
+        assert self._thread.ident is not None
+        return self._thread.ident
 
     def submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
         """Runs a coroutine; what is submitted first starts first. Cancelling cancels it."""
@@ -79,6 +97,7 @@ class GroupsInFlight:
 
     Attributes:
         config: How many there are, and what happens to the others.
+        num_ended: Groups that the last `take` dropped or aborted.
     """
 
     def __init__(self, rollout: SglJaxRollout, config: OverSampling) -> None:
@@ -92,30 +111,42 @@ class GroupsInFlight:
         self._rollout = rollout
         self._loop = SamplingLoop()
         self._groups: list[Group] = []
+        self._aborted: list[Group] = []
         self._is_paused = False
+        self.num_ended = 0
 
     def __len__(self) -> int:
         """Groups that nobody has taken yet."""
         return len(self._groups)
 
-    def ask(self, columns: Mapping[str, Any], config: RolloutConfig) -> None:
+    def ask(self, columns: Mapping[str, Any], config: RolloutConfig, num_aborts: int = 0) -> None:
         """Starts to sample a group.
 
         Args:
             columns: The data's columns, with a value for each sample.
             config: Sampling settings.
+            num_aborts: Times that it was aborted before.
         """
         rollout, prompts = self._rollout, columns["prompts"]
         prompt_ids = rollout.encode(str(prompts[0]))
         params = [rollout.request_params(config) for _ in prompts]
-        future = self._loop.submit(rollout.async_generate_ids([prompt_ids] * len(prompts), params))
-        self._groups.append(Group(columns, prompt_ids, rollout.weight_version, future))
+        future = self._loop.submit(
+            sample_group(rollout, prompt_ids, params, columns, self.config.known_rewards)
+        )
+        version, now_s = rollout.weight_version, time.perf_counter()
+        self._groups.append(Group(columns, prompt_ids, version, now_s, num_aborts, future))
+
+    def ask_again(self, config: RolloutConfig) -> None:
+        """Starts to sample the groups that the last `take` aborted. Call it before `ask`."""
+        aborted, self._aborted = self._aborted, []
+        for group in aborted:
+            self.ask(group.columns, config, group.num_aborts + 1)
 
     def take(self, count: int) -> list[Group]:
         """Waits for complete groups, and takes the `count` that were asked for first.
 
-        Waits also for groups that may not live through another weight update. What is not complete
-        then is dropped, or goes on when `take` or `running` is called again.
+        Waits also for groups that may not be left again. What is left is dropped or aborted, or
+        goes on when `take` or `running` is called again.
 
         Raises:
             EngineError: when a group of these failed.
@@ -127,18 +158,17 @@ class GroupsInFlight:
                 if not pending:  # another thread has closed this
                     raise CancelledError("the groups were ended")
                 wait(pending, return_when=FIRST_COMPLETED)
-        taken = [group for group in self._groups if group.future.done()][:count]
-        self._groups = [group for group in self._groups if group not in taken]
+            taken = [group for group in self._groups if group.future.done()][:count]
+            self._groups = [group for group in self._groups if group not in taken]
+            self.num_ended = 0 if self.config.carries else len(self._groups)
+            if self.config.unfinished == "abort":
+                self._aborted = self._groups
+            if not self.config.carries:
+                self._end_all()
         for group in taken:
             group.future.result()
+            self._tell(group)
         return taken
-
-    def drop_unfinished(self) -> int:
-        """Ends all groups that are left; returns their number."""
-        groups, self._groups = self._groups, []
-        for group in groups:
-            group.future.cancel()
-        return len(groups)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -153,30 +183,55 @@ class GroupsInFlight:
                     "in_place" if mode == "in_place" else "retract"
                 )
                 self._is_paused = True
+                self._rollout.observers.rest(True)
 
     def close(self) -> None:
         """Ends all groups, and lets the engine run again."""
-        self.drop_unfinished()
+        self._end_all()
         with contextlib.suppress(EngineShutdownError):
             self._go_on()
         self._loop.close()
 
+    def _end_all(self) -> None:
+        groups, self._groups = self._groups, []
+        for group in groups:
+            group.future.cancel()
+
     def _go_on(self) -> None:
         if self._is_paused:
+            self._rollout.observers.rest(False)
             self._rollout.engine.continue_generation()
             self._is_paused = False
+
+    def _tell(self, group: Group) -> None:
+        """Shows observers the life of a group, on the track of the thread that waited for it."""
+        args = {
+            "samples": group.num_samples,
+            "tokens": sum(len(output.output_ids) for output in group.future.result().outputs),
+            "weight updates": self._rollout.weight_version - group.born,
+            "aborts": group.num_aborts,
+        }
+        thread, now_s = self._loop.thread_id, time.perf_counter()
+        self._rollout.observers.tell(
+            HostSpan(thread, "over-sampling", "group", group.asked_s, now_s, args)
+        )
 
     def _is_over(self, count: int) -> bool:
         done = [group.future.done() for group in self._groups]
         if sum(done) < count:
             return False
-        if not self.config.carries:
+        if not self.config.keeps_prompts:
             return True
-        youngest = self._rollout.weight_version - self.config.max_age
         return all(
-            is_done or group.born > youngest
+            is_done or self._may_be_left(group)
             for group, is_done in zip(self._groups, done, strict=True)
         )
+
+    def _may_be_left(self, group: Group) -> bool:
+        """Whether a step may end without an unfinished group."""
+        if self.config.carries:
+            return self._rollout.weight_version - group.born < self.config.max_age
+        return group.num_aborts < self.config.max_age
 
 
 def merge_columns(groups: list[Group]) -> dict[str, Any]:
@@ -196,5 +251,5 @@ def to_output(
 ) -> VersionedRolloutOutput:
     """The samples of complete groups, with log-probs, as a rollout returns them."""
     prompt_ids = [group.prompt_ids for group in groups for _ in range(group.num_samples)]
-    outputs = [output for group in groups for output in group.future.result()]
+    outputs = [output for group in groups for output in group.future.result().outputs]
     return rollout.to_output(prompt_ids, outputs, dataclasses.replace(config, return_logprobs=True))

@@ -17,6 +17,7 @@ from sgljax_engine import InvalidConfigError
 from tunix_sgljax.in_flight.outputs import VersionedRolloutOutput
 from tunix_sgljax.in_flight.policy_versions import NO_VERSION, PolicyVersions
 from tunix_sgljax.in_flight.wrapping import require_sgljax_rollout
+from tunix_sgljax.long_tail.asking import GroupSource, trajectory_ids
 from tunix_sgljax.long_tail.config import OverSampling
 from tunix_sgljax.long_tail.feed import ROW, PromptFeed
 from tunix_sgljax.long_tail.groups import GroupsInFlight, merge_columns, to_output
@@ -27,6 +28,9 @@ _TRAIN = tunix_cluster.Mode.TRAIN
 
 _USES_OLD_LOGPS = ("grpo",)
 """Tunix's losses whose ratio is that of the old log-probs in the train example."""
+
+_ZERO_IF_EQUAL = ("grpo", "rloo", "drgrpo")
+"""Tunix's estimators that give a group of equal rewards no advantage."""
 
 
 @struct.dataclass(frozen=True)
@@ -52,10 +56,11 @@ class OverSamplingGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
     log-probs, each under the weights that sampled the token, so that the ratio and its clipping are
     right. `token_versions` has the policy of each token.
 
-    Metrics of each call: `over_sampling/carried_groups`, `/dropped_groups`, `/mixed_samples` (the
-    share of trained samples that more than one policy sampled), `/age_mean` and `/age_max` (the
-    policies between sampling a token and training on it), and `/wait_s` (seconds that the step
-    waited for its samples).
+    Metrics of each call: `over_sampling/carried_groups`, `/dropped_groups`, `/aborted_groups`,
+    `/ended_groups` (that ended early, in the step's batch), `/mixed_samples` (the share of trained
+    samples that more than one policy sampled), `/age_mean` and `/age_max` (the policies between
+    sampling a token and training on it), and `/wait_s` (seconds that the step waited for its
+    samples).
     """
 
     def __init__(
@@ -93,11 +98,11 @@ class OverSamplingGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
         )
         self._cluster = rl_cluster
         self._config = config
+        self._keeps_prompts = config.keeps_prompts
         self._versioned_rollout = rollout
         self._versions = PolicyVersions(rollout.weight_version, rl_cluster.global_steps)
         self._last_version = rollout.weight_version
-        self._known_rows: set[int] = set()
-        self._feed: PromptFeed | None = None
+        self._source: GroupSource | None = None
         self._groups: GroupsInFlight | None = None
 
     def train(
@@ -107,10 +112,11 @@ class OverSamplingGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
         skip_jit: bool = False,
     ) -> None:
         """Trains as Tunix's learner does; groups that are left at the end are dropped."""
-        self._feed = PromptFeed(train_ds)
+        feed = PromptFeed(train_ds)
         self._groups = GroupsInFlight(self._versioned_rollout, self._config)
+        self._source = GroupSource(feed, self._groups, self.algo_config.num_generations)
         try:
-            super().train(self._feed, eval_ds, skip_jit)
+            super().train(feed, eval_ds, skip_jit)
         finally:
             self._groups.close()
 
@@ -119,73 +125,50 @@ class OverSamplingGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
     def _compute_trajectory_ids(self, example: dict[str, Any], steps: int) -> list[str]:
         if ROW not in example:
             return super()._compute_trajectory_ids(example, steps)
-        return _trajectory_ids(example[ROW], self.algo_config.num_generations)
+        return trajectory_ids(example[ROW], self.algo_config.num_generations)
 
     def _generate_and_compute_advantage(
         self, training_input: dict[str, Any], mode: tunix_cluster.Mode = _TRAIN
     ) -> tunix_grpo.TrainExample:
         assert self._groups is not None
+        assert self._source is not None
         if mode != _TRAIN:
             with self._groups.running():
                 return super()._generate_and_compute_advantage(training_input, mode)
         rollout = self._versioned_rollout
         config = self._cluster.get_rollout_config(mode=_TRAIN)
-        num_groups = self._ask(training_input, config)
+        self._announce_weights()
+        num_groups = self._source.ask(training_input, config)
         start_s = time.perf_counter()
         taken = self._groups.take(num_groups)
         wait_s = time.perf_counter() - start_s
-        num_dropped = 0
-        if not self._config.carries:
-            num_dropped = self._groups.drop_unfinished()
         output = to_output(taken, rollout, config)
         with rollout.prepared_outputs(output):
             example = super()._generate_and_compute_advantage(merge_columns(taken), mode)
+        ended = [group.ended_early for group in taken]
+        num_left = self._groups.num_ended
         self._cluster.buffer_metrics(
             {
                 "over_sampling/carried_groups": (len(self._groups), np.mean),
-                "over_sampling/dropped_groups": (num_dropped, np.sum),
+                "over_sampling/dropped_groups": (num_left * (not self._keeps_prompts), np.sum),
+                "over_sampling/aborted_groups": (num_left * self._keeps_prompts, np.sum),
+                "over_sampling/ended_groups": (sum(ended), np.sum),
                 "over_sampling/wait_s": (wait_s, np.sum),
             },
             mode=_TRAIN,
         )
+        if any(ended):
+            example = _without_advantages(example, np.repeat(ended, taken[0].num_samples))
         return self._with_versions(example, output, config.max_tokens_to_generate)
 
-    # ------------------------------------------------------------------ groups
+    # ------------------------------------------------------------------ versions
 
-    def _ask(self, training_input: dict[str, Any], config: Any) -> int:
-        """Asks for the groups of Tunix's batch that are not in work yet, and for more.
-
-        Returns the number of groups that Tunix trains on.
-        """
-        assert self._groups is not None
-        assert self._feed is not None
-        num_samples = self.algo_config.num_generations
-        rows = training_input[ROW][::num_samples].tolist()
+    def _announce_weights(self) -> None:
+        """Notes which policy the engine's weights are, if they are new."""
         version = self._versioned_rollout.weight_version
         if version != self._last_version:
             self._versions.announce(version, self._cluster.global_steps)
             self._last_version = version
-        for index, row in enumerate(rows):
-            part = slice(index * num_samples, (index + 1) * num_samples)
-            columns = {name: values[part] for name, values in training_input.items()}
-            self._ask_once(row, columns, config)
-        num_more = self._config.num_asked(len(rows)) - len(self._groups)
-        for row in self._feed.take_early(max(num_more, 0), is_owed=self._config.carries):
-            columns: dict[str, Any] = {
-                name: np.repeat(np.asarray(value)[None], num_samples, axis=0)
-                for name, value in row.items()
-            }
-            columns["trajectory_ids"] = _trajectory_ids(columns[ROW], num_samples)
-            self._ask_once(row[ROW], columns, config)
-        return len(rows)
-
-    def _ask_once(self, row: int, columns: dict[str, Any], config: Any) -> None:
-        """Asks for a group, unless it was taken early."""
-        assert self._groups is not None
-        if row in self._known_rows:
-            return
-        self._known_rows.add(row)
-        self._groups.ask({n: v for n, v in columns.items() if n != ROW}, config)
 
     def _with_versions(
         self,
@@ -218,9 +201,10 @@ class OverSamplingGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
         return PartialTrainExample(**fields, token_versions=versions_BC)
 
 
-def _trajectory_ids(rows: np.ndarray, num_samples: int) -> list[str]:
-    """Tunix's names: the prompt's number in the data, and the sample's in its group."""
-    return [f"{row}_{index % num_samples}" for index, row in enumerate(rows.tolist())]
+def _without_advantages(example: Any, is_ended_B: np.ndarray) -> Any:
+    """No advantage for groups that ended early: their rewards are those of texts so far."""
+    advantages_B = jnp.where(jnp.asarray(is_ended_B), 0.0, example.advantages)
+    return dataclasses.replace(example, advantages=advantages_B)
 
 
 def _check_options(
@@ -239,13 +223,18 @@ def _check_options(
             "over-sampling goes without RLTrainingConfig.max_seq_token_per_tpu "
             f"({training.max_seq_token_per_tpu}): packed sequences have no versions"
         )
+    if over_sampling.known_rewards and config.advantage_estimator not in _ZERO_IF_EQUAL:
+        raise InvalidConfigError(
+            f"known_rewards needs a GRPOConfig.advantage_estimator out of {_ZERO_IF_EQUAL}, got "
+            f"{config.advantage_estimator!r}: another one may give equal rewards an advantage"
+        )
     if not over_sampling.carries:
         return rollout
     if config.policy_loss_fn not in _USES_OLD_LOGPS:
         raise InvalidConfigError(
             f"groups that live through weight updates need a GRPOConfig.policy_loss_fn out of "
             f"{_USES_OLD_LOGPS}, got {config.policy_loss_fn!r}: another loss may take all tokens "
-            "for the current policy's; OverSampling(unfinished='drop') goes with any"
+            "for the current policy's; 'drop' and 'abort' go with any"
         )
     if rollout.weight_update_mode not in ("retract", "in_place"):
         raise InvalidConfigError(

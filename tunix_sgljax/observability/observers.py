@@ -38,7 +38,7 @@ class RolloutTotals(NamedTuple):
     """Totals of a rollout since it was made.
 
     Attributes:
-        busy_s: Seconds in which at least one `generate` call was running.
+        busy_s: Seconds in which at least one `generate` call was running and did not rest.
         sync_s: Seconds that `update_params` took, on its callers' threads.
         counters: The engine's counters.
         total_kv_tokens: Tokens that the engine's pages hold; 0 without an engine.
@@ -76,7 +76,8 @@ class RolloutObservers:
         self.on_span: list[Callable[[HostSpan], None]] = []
         self._lock = threading.Lock()
         self._num_calls = 0
-        self._busy_since = 0.0
+        self._is_resting = False
+        self._counted_s = 0.0  # up to when `_busy_s` counts
         self._busy_s = 0.0
         self._sync_s = 0.0
 
@@ -93,10 +94,10 @@ class RolloutObservers:
 
     def totals(self) -> RolloutTotals:
         """The totals so far, including running calls."""
-        engine, now = self.engine, time.perf_counter()
+        engine = self.engine
         with self._lock:
-            busy_s = self._busy_s + (now - self._busy_since if self._num_calls else 0.0)
-            sync_s = self._sync_s
+            self._count()
+            busy_s, sync_s = self._busy_s, self._sync_s
         if engine is None:
             return RolloutTotals(busy_s, sync_s, EngineCounters(), 0, 0)
         state = engine.get_internal_state()
@@ -108,8 +109,7 @@ class RolloutObservers:
     def generating(self, engine: Engine, num_requests: int) -> Iterator[None]:
         """Wraps a `generate` call."""
         with self._lock:
-            if not self._num_calls:
-                self._busy_since = time.perf_counter()
+            self._count()
             self._num_calls += 1
         try:
             bar = contextlib.nullcontext()
@@ -119,9 +119,21 @@ class RolloutObservers:
                 yield
         finally:
             with self._lock:
+                self._count()
                 self._num_calls -= 1
-                if not self._num_calls:
-                    self._busy_s += time.perf_counter() - self._busy_since
+
+    def rest(self, is_resting: bool) -> None:
+        """Says whether calls that are under way wait for the trainer; that time is not busy."""
+        with self._lock:
+            self._count()
+            self._is_resting = is_resting
+
+    def _count(self) -> None:
+        """Counts busy seconds up to now, under the lock."""
+        now_s = time.perf_counter()
+        if self._num_calls and not self._is_resting:
+            self._busy_s += now_s - self._counted_s
+        self._counted_s = now_s
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
@@ -143,10 +155,10 @@ class RolloutObservers:
         try:
             yield
         finally:
-            if self.on_span:
-                thread = threading.current_thread()
-                span = HostSpan(
-                    threading.get_ident(), thread.name, name, began, time.perf_counter(), args
-                )
-                for tell in list(self.on_span):
-                    tell(span)
+            thread, now_s = threading.current_thread(), time.perf_counter()
+            self.tell(HostSpan(threading.get_ident(), thread.name, name, began, now_s, args))
+
+    def tell(self, span: HostSpan) -> None:
+        """Passes on a span that is over, of any thread."""
+        for tell in list(self.on_span):
+            tell(span)

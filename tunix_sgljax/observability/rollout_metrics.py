@@ -69,7 +69,9 @@ METRICS: Mapping[str, Metric] = {
         np.mean,
     ),
     "seconds": Metric(
-        "seconds in which a `generate` call was under way", lambda t: t.busy_s, np.sum
+        "seconds in which a `generate` call was under way and did not rest for the trainer",
+        lambda t: t.busy_s,
+        np.sum,
     ),
     "requests": _total("requests that ended, whatever the reason", "num_finished"),
     "output_tokens": _total("tokens generated", "num_output_tokens"),

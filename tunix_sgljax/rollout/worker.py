@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -480,12 +480,22 @@ class SglJaxRollout(BaseRollout):
         return self._row_params(config, 1)[0]
 
     async def async_generate_ids(
-        self, prompt_ids: list[list[int]], params: list[SamplingParams]
+        self,
+        prompt_ids: list[list[int]],
+        params: list[SamplingParams],
+        *,
+        rid: list[str] | None = None,
+        on_piece: Callable[[int, RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
-        """Samples prompts given as token ids; cancelling the task aborts them."""
+        """Samples prompts given as token ids; cancelling the task aborts them.
+
+        `rid` and `on_piece` are those of `Engine.async_generate_requests`.
+        """
         engine = self.engine
         with self._observers.generating(engine, len(prompt_ids)), self._idle_policy.call(engine):
-            return await engine.async_generate_requests(prompt_ids, params, lora=self.adapter)
+            return await engine.async_generate_requests(
+                prompt_ids, params, lora=self.adapter, rid=rid, on_piece=on_piece
+            )
 
     @property
     def weight_specs(self) -> dict[str, jax.ShapeDtypeStruct]:

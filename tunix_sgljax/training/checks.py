@@ -113,6 +113,10 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
             f"{_MODEL}.mesh.shape has {num_fsdp} devices along fsdp, which must divide the {rows} "
             "rows of a micro batch of the trainer"
         )
+    for key, needed in (("training_mode", "grpo"), ("rollout_engine", "sgljax")):
+        given = getattr(config, key)
+        if config.over_sampling is not None and given != needed:
+            yield f"over_sampling must be null unless {key} is {needed!r}, got {given!r}"
     if config.training_mode == "ppo" and config.eval_rollout_config:
         yield (
             "eval_rollout_config must be empty with PPO: Tunix's PPOLearner evaluates with the "

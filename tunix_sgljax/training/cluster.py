@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -24,6 +25,7 @@ from tunix.sft.profiler import ProfilerOptions
 
 from sgljax_engine import InvalidConfigError, load_model_config
 from tunix_sgljax.factory import RLCluster
+from tunix_sgljax.long_tail import OverSampling, OverSamplingGrpoLearner
 from tunix_sgljax.observability.progress import Progress
 from tunix_sgljax.rollout import SglJaxRollout
 from tunix_sgljax.rollout.options import rollout_options
@@ -33,6 +35,7 @@ from tunix_sgljax.training.models import ModelSpec, copy_of, load_policy, make_c
 from tunix_sgljax.training.rewards import whole_numbers
 from tunix_sgljax.training.rollouts import SeededVanillaRollout
 from tunix_sgljax.training.schema import MeshConfig, TrainConfig
+from tunix_sgljax.training.task import add_code_dir, import_function
 
 T = TypeVar("T")
 
@@ -50,6 +53,7 @@ def check_sections(config: TrainConfig) -> None:
         InvalidConfigError: names the section, and what Tunix says.
     """
     make_algorithm(config)
+    make_over_sampling(config)
     rollout_configs(config, None)
     _training_config(config)
     if config.rollout_engine == "sgljax":
@@ -221,7 +225,28 @@ def make_learner(
     algorithm = make_algorithm(config)
     if isinstance(algorithm, PPOConfig):
         return PPOLearner(cluster, algorithm, [whole_numbers(fn) for fn in reward_fns])
-    return GRPOLearner(cluster, algorithm, reward_fns)
+    over_sampling = make_over_sampling(config)
+    if over_sampling is None:
+        return GRPOLearner(cluster, algorithm, reward_fns)
+    return OverSamplingGrpoLearner(cluster, algorithm, reward_fns, over_sampling=over_sampling)
+
+
+def make_over_sampling(config: TrainConfig) -> OverSampling | None:
+    """The options of the section `over_sampling`.
+
+    Raises:
+        InvalidConfigError: names the key, its value and its limit.
+    """
+    section = config.over_sampling
+    if section is None:
+        return None
+    values = dataclasses.asdict(section)
+    if section.known_rewards is not None:
+        add_code_dir(config.task.code_dir)
+        values["known_rewards"] = import_function(
+            "over_sampling.known_rewards", section.known_rewards
+        )
+    return OverSampling(**values)
 
 
 def _training_config(config: TrainConfig) -> RLTrainingConfig:

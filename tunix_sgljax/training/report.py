@@ -23,6 +23,18 @@ WINDOW = 10
 
 _REWARD = "rewards/score/mean"
 
+_TAIL = {
+    "carried_groups": "over_sampling/carried_groups",
+    "dropped_groups": "over_sampling/dropped_groups",
+    "aborted_groups": "over_sampling/aborted_groups",
+    "ended_groups": "over_sampling/ended_groups",
+    "age_mean": "over_sampling/age_mean",
+    "age_max": "over_sampling/age_max",
+    "wait_s": "over_sampling/wait_s",
+    "tail_s": "rollout/tail_s",
+}
+"""What over-sampling tells of a step, by Tunix's metrics."""
+
 
 class StepRecord(NamedTuple):
     """One step of training.
@@ -34,6 +46,8 @@ class StepRecord(NamedTuple):
         num_tokens: Tokens generated in that time.
         step_s: Seconds of the whole step, rollout and training.
         weight_version: Version of the weights that sampled, if the engine counts them.
+        over_sampling: Groups that were left, ages of tokens and seconds of the tail, by the names
+            of their metrics; None without over-sampling.
     """
 
     step: int
@@ -42,6 +56,7 @@ class StepRecord(NamedTuple):
     num_tokens: int
     step_s: float
     weight_version: int | None
+    over_sampling: dict[str, float] | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -103,13 +118,15 @@ class StepRecorder:
             self.evals.append(EvalRecord(metrics.global_steps, reward))
             self._on_eval(self.evals[-1])
             return
+        tail = _tail_of(metrics)
         record = StepRecord(
             step=self._first_step + len(self.records),
             reward=reward,
-            rollout_s=self._rollout_s,
+            rollout_s=self._rollout_s + (tail or {}).get("wait_s", 0.0),
             num_tokens=self._num_tokens,
             step_s=time.perf_counter() - self._step_start_s,
             weight_version=self._weight_version,
+            over_sampling=tail,
         )
         self._start_step()
         self.records.append(record)
@@ -122,7 +139,33 @@ def print_step(record: StepRecord, num_steps: int) -> None:
     _print_line(
         f"step {record.step:>{len(str(num_steps))}}/{num_steps}  reward {record.reward:.3f}  "
         f"{record.rollout_s:.2f} s  {record.tokens_per_s:.0f} tokens/s  weights {weights}"
+        + _describe_tail(record.over_sampling)
     )
+
+
+def _tail_of(metrics: MetricsBuffer) -> dict[str, float] | None:
+    """Over-sampling's metrics of a step, each reduced as Tunix does."""
+    if _TAIL["wait_s"] not in metrics.metrics:
+        return None
+    found = {name: metrics.metrics.get(key) for name, key in _TAIL.items()}
+    return {
+        name: float((reduce or np.mean)(values))
+        for name, (values, reduce) in ((n, f) for n, f in found.items() if f is not None)
+    }
+
+
+def _describe_tail(tail: dict[str, float] | None) -> str:
+    """The end of a step's line: only what there is."""
+    if tail is None:
+        return ""
+    words = [
+        f"{tail[name]:.0f} groups {name.removesuffix('_groups')}"
+        for name in _TAIL
+        if name.endswith("_groups") and tail[name]
+    ]
+    words += [f"tokens {tail['age_mean']:.2f} old, at most {tail['age_max']:.0f}"]
+    words += [f"tail {tail['tail_s']:.2f} s"] if "tail_s" in tail else []
+    return "  " + ", ".join(words)
 
 
 def print_eval(record: EvalRecord) -> None:

@@ -132,6 +132,26 @@ class TaskSection:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class OverSamplingSection:
+    """More groups in work than a step trains on, for GRPO with our engine.
+
+    Attributes:
+        factor: Groups in work, in multiples of those that a step trains on; 1 to 2, to drop 1 to
+            16.
+        unfinished: What happens to groups that a step does not wait for: "carry" goes on with them
+            in the next step, "drop" throws them away, "abort" asks their prompts again.
+        max_age: Most weight updates that a carried group lives through, or most times that a prompt
+            is asked again.
+        known_rewards: "module:function" that ends groups early whose rewards are known and equal.
+    """
+
+    factor: float = 1.25
+    unfinished: str = "carry"
+    max_age: int = 1
+    known_rewards: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A training run.
 
@@ -150,6 +170,7 @@ class TrainConfig:
         rollout_config: Fields of Tunix's `RolloutConfig`, or `total_generation_steps`.
         eval_rollout_config: Those that evaluation changes.
         sgljax_config: Keywords of `SglJaxRollout`, engine options among them.
+        over_sampling: See below; null waits for all groups of a step.
     """
 
     seed: int = 0
@@ -169,6 +190,7 @@ class TrainConfig:
     rollout_config: dict[str, Any] = dataclasses.field(default_factory=dict)
     eval_rollout_config: dict[str, Any] = dataclasses.field(default_factory=dict)
     sgljax_config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    over_sampling: OverSamplingSection | None = None
 
     @property
     def rollout_mesh(self) -> MeshConfig:

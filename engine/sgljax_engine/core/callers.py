@@ -20,7 +20,7 @@ from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.checkpoint_writer import make_restoration
 from sgljax_engine.core.group import Asked, EngineGroup
 from sgljax_engine.errors import EngineShutdownError
-from sgljax_engine.outputs import RequestOutput
+from sgljax_engine.outputs import RequestOutput, join_pieces
 from sgljax_engine.processing.futures import Answer, done_queue
 from sgljax_engine.processing.input_processor import RequestFactory
 from sgljax_engine.processing.streams import AsyncTokenStream, TokenStream
@@ -79,7 +79,31 @@ class Callers:
 
     async def async_generate(self, requests: list[Request]) -> list[RequestOutput]:
         """`generate` for asyncio."""
-        answers, futures = _answers(requests)
+        return await self._wait_for(requests, *_answers(requests))
+
+    async def async_watch(
+        self, requests: list[Request], on_piece: Callable[[int, RequestOutput], None]
+    ) -> list[RequestOutput]:
+        """`async_generate` of streaming requests; each piece but the last goes to `on_piece`."""
+        pieces: list[list[RequestOutput]] = [[] for _ in requests]
+
+        def keep(index: int, piece: RequestOutput) -> None:
+            pieces[index].append(piece)
+            on_piece(index, piece)
+
+        futures: list[Future[RequestOutput]] = [Future() for _ in requests]
+        answers = [
+            Answer(future, functools.partial(keep, index)) for index, future in enumerate(futures)
+        ]
+        ends = await self._wait_for(requests, answers, futures)
+        return [join_pieces([*some, end]) for some, end in zip(pieces, ends, strict=True)]
+
+    async def _wait_for(
+        self,
+        requests: list[Request],
+        answers: list[Answer],
+        futures: list[Future[RequestOutput]],
+    ) -> list[RequestOutput]:
         waits = list(map(asyncio.wrap_future, futures))
         try:
             self._submit(requests, answers)

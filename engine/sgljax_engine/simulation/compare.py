@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -40,6 +41,7 @@ class Outcome:
         name: In `WAYS`.
         step_s: Seconds of a step's rollout.
         speed: Steps in the time of one step of the first way.
+        error: Standard error of the speed, from steps in pairs; 0 of a single step.
         idle: Share of rows' seconds without a request.
         tail_s: Seconds of a step after the last start of a request.
         mean_length: Tokens of a sample that is trained on.
@@ -50,6 +52,7 @@ class Outcome:
     name: str
     step_s: float
     speed: float
+    error: float
     idle: float
     tail_s: float
     mean_length: float
@@ -72,24 +75,36 @@ def compare_ways(
         InvalidConfigError: for a number of steps below 1.
     """
     check_count("num_steps", num_steps)
-    base_s: float | None = None
+    base_s: list[float] = []
     for name, changes in WAYS.items():
         simulation = Simulation(dataclasses.replace(plan, **changes), lengths, table)
         steps = list(
             itertools.islice(simulation.steps(_SKIPPED_STEPS + num_steps), _SKIPPED_STEPS, None)
         )
-        step_s = statistics.fmean(step.seconds for step in steps)
+        seconds = [step.seconds for step in steps]
+        step_s = statistics.fmean(seconds)
         mean_length = statistics.fmean(step.mean_length for step in steps)
         dropped = statistics.fmean(step.num_dropped_tokens for step in steps)
         trained = mean_length * plan.num_groups * plan.num_samples
-        base_s = step_s if base_s is None else base_s
+        base_s = base_s or seconds
+        speed = statistics.fmean(base_s) / step_s
         yield Outcome(
             name=name,
             step_s=step_s,
-            speed=base_s / step_s,
+            speed=speed,
+            error=_error(speed, base_s, seconds),
             idle=statistics.fmean(step.idle for step in steps),
             tail_s=statistics.fmean(step.tail_s for step in steps),
             mean_length=mean_length,
             num_carried=statistics.fmean(step.num_carried for step in steps),
             dropped=dropped / (dropped + trained),
         )
+
+
+def _error(speed: float, base_s: Sequence[float], seconds: Sequence[float]) -> float:
+    """The standard error of a ratio of means, whose steps are pairs of the same answers."""
+    if len(seconds) < 2:
+        return 0.0
+    differences = [base - speed * own for base, own in zip(base_s, seconds, strict=True)]
+    scale = statistics.fmean(seconds) * math.sqrt(len(seconds))
+    return statistics.stdev(differences) / scale

@@ -1,0 +1,129 @@
+"""Over-sampling of Tunix's agentic learner: groups in work, their ages, and what is refused."""
+
+from __future__ import annotations
+
+import queue
+
+import numpy as np
+import pytest
+from tunix.rl.agentic.agentic_grpo_learner import GRPOConfig
+
+from sgljax_engine import InvalidConfigError
+from tests.adapter.agentic_parts import (
+    GROUP,
+    PER_STEP,
+    Parser,
+    batches,
+    make_cluster,
+    prompts_of,
+    reward,
+)
+from tests.adapter.helpers import text_of
+from tests.threads import LIMIT_S, start
+from tunix_sgljax import OverSampling, OverSamplingAgenticGrpoLearner
+from tunix_sgljax.long_tail.agentic import PromptGate
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
+
+
+def make_learner(cluster, over_sampling=None, *, config=None, **options):
+    fields = {
+        "num_generations": GROUP,
+        "max_response_length": 48,
+        "max_concurrency": 2 * PER_STEP * GROUP,
+        "off_policy_steps": 1,
+    }
+    return OverSamplingAgenticGrpoLearner(
+        cluster,
+        GRPOConfig(**(fields | (config or {}))),
+        [reward],
+        chat_parser=Parser(),
+        over_sampling=over_sampling,
+        **options,
+    )
+
+
+class TestGate:
+    def gate(self, num_open):
+        prompts = queue.Queue()
+        for first in (0, 2):
+            prompts.put({"prompts": np.arange(first, first + 2)})
+        prompts.put(None)
+        return PromptGate(prompts, num_open, lambda: 7)
+
+    def test_opens_and_ends_after_the_last_prompt(self):
+        gate = self.gate(3)
+        assert [gate.get()["prompts"].tolist() for _ in range(3)] == [[0], [1], [2]]
+        call = start(gate.get)
+        gate.open(2)
+        assert call.result(LIMIT_S)["prompts"].tolist() == [3]
+        assert gate.get() is None
+        assert gate.born == [7] * 4
+
+    def test_a_closed_one_lets_nobody_wait(self):
+        gate = self.gate(0)
+        call = start(gate.get)
+        gate.put(None)
+        assert call.result(LIMIT_S) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("factor", "max_age"), [(1.5, 1), (2.0, 2)])
+def test_every_group_is_trained_once_and_ages_are_bounded(factor, max_age):
+    num_steps = 5
+    cluster = make_cluster(num_steps=100)
+    learner = make_learner(cluster, OverSampling(factor=factor, max_age=max_age))
+    try:
+        start(lambda: learner.train(batches(num_steps))).result(LIMIT_S)
+    finally:
+        cluster.rollout.close()
+    assert cluster.global_steps == num_steps
+    trained = []
+    for step, example in enumerate(cluster.examples):
+        versions = np.asarray(example.token_versions)
+        assert step - versions[versions >= 0].min() <= max_age
+        for ids in np.asarray(example.prompt_ids)[::GROUP]:
+            trained.append(text_of(ids[ids != 0]))
+    wanted = [prompt for step in range(num_steps) for prompt in prompts_of(step)]
+    assert sorted(trained) == sorted(wanted)
+    carried = cluster.metrics["over_sampling/carried_groups"]
+    assert max(carried) == round((factor - 1) * PER_STEP)
+
+
+@pytest.mark.slow
+def test_it_stops_at_the_last_step():
+    cluster = make_cluster(num_steps=2)
+    learner = make_learner(cluster, OverSampling(factor=1.5))
+    try:
+        start(lambda: learner.train(batches(5))).result(LIMIT_S)
+    finally:
+        cluster.rollout.close()
+    assert cluster.global_steps == 2
+
+
+@pytest.mark.parametrize(
+    ("over_sampling", "changes", "message"),
+    [
+        ({"unfinished": "drop"}, {}, r"unfinished='carry'\), got 'drop'"),
+        ({"unfinished": "abort"}, {}, "got 'abort'"),
+        ({"known_rewards": len}, {}, "known_rewards=None"),
+        ({}, {"weight_updates": "drain"}, "weight_updates='in_flight', got 'drain'"),
+        ({}, {"config": {"off_policy_steps": 0}}, "off_policy_steps >= 1, got 0"),
+    ],
+)
+def test_what_tunix_makes_impossible_is_refused_by_name(over_sampling, changes, message):
+    cluster = make_cluster(num_steps=1)
+    try:
+        with pytest.raises(InvalidConfigError, match=message):
+            make_learner(cluster, OverSampling(**over_sampling), **changes)
+    finally:
+        cluster.rollout.close()
+
+
+def test_examples_that_are_made_too_early_are_refused():
+    cluster = make_cluster(num_steps=1, in_consumer=False)
+    try:
+        with pytest.raises(InvalidConfigError, match="compute_logps_micro_batch_size >= 2, got 1"):
+            make_learner(cluster)
+    finally:
+        cluster.rollout.close()

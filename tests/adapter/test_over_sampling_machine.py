@@ -1,0 +1,241 @@
+"""Steps of over-sampling under interruptions, as a state machine: what is asked, taken and left.
+
+The feed, the source of groups and the groups in flight are the real ones. The engine is a model,
+which gives its requests tokens at a pace that the machine chooses: hundreds of steps take seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import types
+from typing import Any
+
+import hypothesis
+import numpy as np
+from hypothesis import HealthCheck
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.threads import LIMIT_S
+from tunix_sgljax import OverSampling
+from tunix_sgljax.long_tail.asking import GroupSource
+from tunix_sgljax.long_tail.feed import ROW, PromptFeed
+from tunix_sgljax.long_tail.groups import GroupsInFlight, merge_columns
+from tunix_sgljax.observability.observers import RolloutObservers
+
+NUM_SAMPLES = 2
+MAX_TOKENS = 12
+
+
+class Request:
+    """A request of the model, whose tokens are the weights that sampled them."""
+
+    def __init__(self, num_tokens: int, on_piece: Any) -> None:
+        self.versions: list[int] = []
+        self.num_tokens = num_tokens
+        self.on_piece = on_piece
+        self.is_aborted = False
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_aborted or len(self.versions) == self.num_tokens
+
+
+class ModelRollout:
+    """What groups ask of a rollout and its engine; requests run on the loop of those who wait."""
+
+    weight_update_mode = "retract"
+
+    def __init__(self, seed: int) -> None:
+        self.engine: Any = self
+        self.observers = RolloutObservers(None)
+        self.weight_version = 0
+        self.is_paused = False
+        self.pace = 1.0
+        self.num_live = 0
+        self._rng = random.Random(seed)
+        self._requests: dict[str, Request] = {}
+        self._names = itertools.count()
+
+    def encode(self, text: str) -> list[int]:
+        return [int(text)]
+
+    def request_params(self, config: Any) -> Any:
+        return config
+
+    def pause_generation(self, mode: str) -> None:
+        assert not self.is_paused
+        self.is_paused = True
+
+    def continue_generation(self) -> None:
+        assert self.is_paused
+        self.is_paused = False
+
+    async def async_abort_request(self, rid: str) -> None:
+        if rid in self._requests:
+            self._requests[rid].is_aborted = True
+
+    async def async_generate_ids(self, prompt_ids, params, *, rid=None, on_piece=None):
+        names = rid or [f"own-{next(self._names)}" for _ in prompt_ids]
+        return await asyncio.gather(*(self._generate(name, on_piece) for name in names))
+
+    async def _generate(self, name: str, on_piece: Any) -> Any:
+        request = self._requests[name] = Request(self._rng.randint(1, MAX_TOKENS), on_piece)
+        self.num_live += 1
+        try:
+            while not request.is_over:
+                await asyncio.sleep(0.0002 if self.is_paused else 0)
+                if not self.is_paused and self._rng.random() < self.pace and not request.is_over:
+                    request.versions.append(self.weight_version)
+                    if on_piece is not None:
+                        on_piece(0, types.SimpleNamespace(text="x"))
+        finally:
+            self.num_live -= 1
+            del self._requests[name]
+        return types.SimpleNamespace(
+            output_ids=request.versions,
+            token_weight_versions=request.versions,
+            text="x" * len(request.versions),
+        )
+
+
+def known_rewards(*, prompts, completions, finished, row, **_):
+    """Every third prompt is decided once each of its samples has a token."""
+    assert len(prompts) == len(completions) == len(finished) == len(row) == NUM_SAMPLES
+    is_decided = row[0] % 3 == 0
+    return [1.0 if is_decided and text else None for text in completions]
+
+
+class OverSamplingMachine(RuleBasedStateMachine):
+    """Every prompt is trained on once, or is told as dropped; tokens are not older than allowed."""
+
+    @initialize(
+        unfinished=st.sampled_from(["carry", "abort", "drop"]),
+        factor=st.floats(1, 2),
+        max_age=st.integers(1, 3),
+        batch_size=st.integers(1, 5),
+        num_batches=st.integers(1, 6),
+        is_early=st.booleans(),
+        seed=st.integers(0, 99),
+    )
+    def begin(self, unfinished, factor, max_age, batch_size, num_batches, is_early, seed):
+        self.config = OverSampling(
+            factor=factor,
+            unfinished=unfinished,
+            max_age=max_age,
+            known_rewards=known_rewards if is_early else None,
+        )
+        self.rollout: Any = ModelRollout(seed)
+        self.batch_size, self.num_prompts = batch_size, batch_size * num_batches
+        numbers = np.arange(self.num_prompts).reshape(num_batches, batch_size)
+        self.feed = PromptFeed({"prompts": each.astype(str), "row": each} for each in numbers)
+        self.groups = GroupsInFlight(self.rollout, self.config)
+        self.source = GroupSource(self.feed, self.groups, NUM_SAMPLES)
+        self.trained: list[int] = []
+        self.num_steps = self.num_dropped = 0
+        self.is_over = self.has_stepped = False
+
+    @precondition(lambda self: not self.is_over)
+    @rule(pace=st.sampled_from([1.0, 0.5, 0.1]))
+    def step(self, pace):
+        """What Tunix does in a step, up to the weight update."""
+        self.rollout.pace = pace
+        batch = next(self.feed, None)
+        if batch is None:
+            self.is_over = True
+            return
+        columns = {name: np.repeat(values, NUM_SAMPLES, axis=0) for name, values in batch.items()}
+        columns["trajectory_ids"] = [str(row) for row in columns[ROW]]
+        count = self.source.ask(columns, None)
+        assert count == self.batch_size
+        assert len(self.groups) <= max(self.config.num_asked(count), count)
+        taken = self.groups.take(count)
+        assert len(taken) == count
+        for group in taken:
+            self.check(group)
+        self.trained += merge_columns(taken)["row"][::NUM_SAMPLES].tolist()
+        self.num_dropped += 0 if self.config.keeps_prompts else self.groups.num_ended
+        self.num_steps += 1
+        self.has_stepped = True
+
+    def check(self, group):
+        """A trained group is whole, or ended early; its tokens are in order and young."""
+        version, sampled = self.rollout.weight_version, group.future.result()
+        number = int(group.columns["row"][0])
+        assert sampled.ended_early <= (number % 3 == 0 and self.config.known_rewards is not None)
+        for output in sampled.outputs:
+            versions = output.token_weight_versions
+            assert sampled.ended_early or versions
+            assert versions == sorted(versions)
+            oldest = min(versions, default=version)
+            assert version - oldest <= (self.config.max_age if self.config.carries else 0)
+        assert version - group.born <= (self.config.max_age if self.config.carries else 0)
+        assert group.num_aborts <= (self.config.max_age if self.config.unfinished == "abort" else 0)
+
+    @precondition(lambda self: self.has_stepped)
+    @rule()
+    def update_weights(self):
+        """Once a step at most, as Tunix does."""
+        self.rollout.weight_version += 1
+        self.has_stepped = False
+
+    @rule()
+    def evaluate(self):
+        """Evaluation, during which groups go on."""
+        with self.groups.running():
+            assert not self.rollout.is_paused
+
+    @rule()
+    def interrupt(self):
+        """Others' pauses: nothing may depend on the engine being as it was left."""
+        was_paused = self.rollout.is_paused
+        if not was_paused:
+            self.rollout.pause_generation("in_place")
+        self.rollout.continue_generation()
+        if was_paused:
+            self.rollout.pause_generation("retract")
+
+    @invariant()
+    def nothing_is_trained_twice(self):
+        assert len(self.trained) == self.num_steps * self.batch_size
+        rows = self.trained + [int(group.columns["row"][0]) for group in self.groups._groups]
+        assert len(set(rows)) == len(rows)
+
+    @invariant()
+    def requests_are_those_of_groups(self):
+        """Between steps, and the engine rests as long as there are any."""
+        self.settle()
+        unfinished = [group for group in self.groups._groups if not group.future.done()]
+        assert (self.rollout.num_live > 0) <= bool(unfinished)
+        assert bool(unfinished) <= self.rollout.is_paused  # the last may end while it is paused
+        assert self.config.carries or not unfinished
+
+    def settle(self):
+        """Waits for what was cancelled on the loop."""
+        for _ in range(3):
+            self.groups._loop.submit(asyncio.sleep(0.001)).result(LIMIT_S)
+
+    def teardown(self):
+        while not self.is_over:
+            self.step(1.0)
+            if not self.is_over:
+                self.update_weights()
+        if self.config.keeps_prompts:
+            assert sorted(self.trained) == list(range(self.num_prompts))
+        else:
+            assert self.num_dropped + len(self.trained) <= self.num_prompts
+            assert self.num_prompts - self.num_dropped - len(self.trained) < self.batch_size
+        self.groups.close()
+        assert not self.rollout.num_live
+        assert not self.rollout.is_paused
+
+
+TestOverSamplingMachine = OverSamplingMachine.TestCase
+TestOverSamplingMachine.settings = hypothesis.settings(
+    max_examples=25,
+    stateful_step_count=12,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
