@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from pathlib import Path
@@ -69,11 +70,17 @@ def sync(name: str, source: dict[str, np.ndarray], **changes: Any) -> dict[str, 
     return {key: np.asarray(x) for key, x in apply(plan, source).items()}
 
 
+@functools.cache
+def synced(name: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """MaxText's parameters, and the engine's made of them; compiled once. Not to be changed."""
+    source = parameters(name)
+    return source, sync(name, source)
+
+
 @CASES
 def test_every_parameter_has_its_place(name):
     """All of MaxText's are used and all of the engine's made, with the right shapes."""
-    source = parameters(name)
-    made = sync(name, source)
+    source, made = synced(name)
     extra = "lm_head.weight" in made and name.endswith("-tied")
     assert sum(x.size for x in made.values()) == sum(x.size for x in source.values()) + (
         made["lm_head.weight"].size if extra else 0
@@ -82,8 +89,7 @@ def test_every_parameter_has_its_place(name):
 
 def test_flat_layers_keep_their_numbers():
     name = "qwen3-0.6b-flat-head"
-    source = parameters(name)
-    made = sync(name, source)
+    source, made = synced(name)
     for layer in range(3):
         theirs, ours = f"base.decoder.layers_{layer}.", f"model.layers.{layer}."
         query = source[f"{theirs}self_attention.query.kernel"].reshape(64, 64)
@@ -96,8 +102,7 @@ def test_flat_layers_keep_their_numbers():
 
 def test_stacked_experts():
     name = "qwen3-30b-a3b-scanned-tied"
-    source = parameters(name)
-    made = sync(name, source)
+    source, made = synced(name)
     for layer in range(3):
         experts = source["base.decoder.layers.moe_block.wo"][:, layer]
         target = f"model.layers.{layer}.mlp.experts.down_proj.weight"
@@ -132,8 +137,7 @@ def test_stacked_experts():
     ],
 )
 def test_layers_in_cycles(name, layer, weight, index):
-    source = parameters(name)
-    made = sync(name, source)
+    source, made = synced(name)
     found = made[f"model.layers.{layer}.pre_feedforward_layernorm.weight"]
     np.testing.assert_array_equal(found, source[f"base.decoder.{weight}"][index])
 
@@ -149,8 +153,7 @@ def test_layers_in_cycles(name, layer, weight, index):
 )
 def test_gated_delta_nets_in_cycles(name, layer, module, index):
     """Projections stay grouped by key heads; a convolution's channels come first."""
-    source = parameters(name)
-    made = sync(name, source)
+    source, made = synced(name)
 
     def their(weight: str) -> np.ndarray:
         x = source[f"base.decoder.{module}.{weight}"]
@@ -207,8 +210,7 @@ def test_llamas_pairs_become_halves():
     pairs = jnp.arange(8.0)[None]
     assert halves_of_pairs(pairs).tolist() == [[0, 2, 4, 6, 1, 3, 5, 7]]
     name = "llama3.1-8b-flat-head"
-    source = parameters(name)
-    made = sync(name, source)
+    source, made = synced(name)
     kernels = source["base.decoder.layers_0.self_attention.key.kernel"]
     halves = np.concatenate([kernels[..., ::2], kernels[..., 1::2]], -1).reshape(64, 32)
     np.testing.assert_array_equal(made["model.layers.0.self_attn.k_proj.weight"], halves)

@@ -19,6 +19,7 @@ from sgljax_engine.attention.base import BlockTables
 from sgljax_engine.cache.layer_states import LayerState, state_shapes
 from sgljax_engine.layers import delta_net
 from sgljax_engine.layers.delta_net import Heads, NetInputs
+from sgljax_engine.layers.kernels import XlaKernels
 from sgljax_engine.runner.batches.page_ids import NO_SLOT
 from sgljax_engine.runner.programs.recur import block_recur, row_recur
 
@@ -216,7 +217,7 @@ class TestWhereStatesLive:
         expected, _ = self.run([(a, 0, 53), (b, 0, 38)], weight, [0, 1], self.dirty())
         _, layer = self.run([(a, 0, 45), (b, 0, 30)], weight, [0, 1], self.dirty())
         layer = jax.tree.map(lambda x: x[:2], layer)
-        recur = row_recur(NET, jnp.array([True, True]))
+        recur = row_recur(NET, jnp.array([True, True]), XlaKernels(), by_token=False)
         for step in range(8):
             rows = [net_inputs(x[45 + step] for x in a), net_inputs(x[30 + step] for x in b)]
             out, layer = recur(net_inputs(map(np.stack, zip(*rows, strict=True))), weight, layer)
@@ -227,7 +228,8 @@ class TestWhereStatesLive:
         (a, b), weight = inputs
         layer = self.dirty(2)
         rows = net_inputs(np.stack([x[0], y[0]]) for x, y in zip(a, b, strict=True))
-        _, new = row_recur(NET, jnp.array([False, True]))(rows, weight, layer)
+        recur = row_recur(NET, jnp.array([False, True]), XlaKernels(), by_token=False)
+        _, new = recur(rows, weight, layer)
         for before, after in zip(layer, new, strict=True):
             np.testing.assert_array_equal(before[0], after[0])
             assert (np.asarray(before[1]) != np.asarray(after[1])).any()

@@ -22,6 +22,7 @@ from sgljax_engine import (
 from sgljax_engine.models.registry import get_model
 
 GOLDEN = Path(__file__).parents[1] / "golden"
+REAL_CONFIGS = Path(__file__).parents[1] / "real_configs"
 NAMES = ("qwen3_next_grouped", "qwen3_5_ratio_two", "qwen3_5_moe_ratio_two")
 
 
@@ -46,17 +47,7 @@ DENSE = "Qwen3_5ForCausalLM"
 REAL: dict[str, tuple[int, dict[str, Any]]] = {
     "Qwen3.5-0.8B": (
         752_393_024,
-        {
-            "architectures": [DENSE],
-            "hidden_size": 1024,
-            "intermediate_size": 3584,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "linear_num_value_heads": 16,
-            "vocab_size": 248_320,
-            "tie_word_embeddings": True,
-        },
+        json.loads((REAL_CONFIGS / "qwen3.5-0.8b/config.json").read_text()),
     ),
     "Qwen3.5-9B": (
         8_953_803_264,

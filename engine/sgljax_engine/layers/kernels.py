@@ -34,7 +34,7 @@ from sgljax_engine.layers.basic import (
     small_batch_linear,
     unembed,
 )
-from sgljax_engine.layers.delta_net import TokenTerms
+from sgljax_engine.layers.delta_net import Heads, TokenTerms
 from sgljax_engine.layers.int8 import (
     SCALE_SUFFIX,
     Int8Weight,
@@ -177,6 +177,12 @@ class Kernels(Protocol):
         """
         ...
 
+    def delta_step(
+        self, state: jax.Array, heads: Heads, decay: jax.Array, rate: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The delta rule for one token of each row, see `delta_net.step`."""
+        ...
+
     def net_heads(
         self,
         window: jax.Array,
@@ -201,7 +207,7 @@ class XlaKernels:
     Attributes:
         mesh: See `Kernels`.
         fused: See `Kernels`; for GPUs.
-        heads: Norms and rotates heads; for TPUs.
+        heads: Norms and rotates heads, and steps their states; for TPUs.
     """
 
     mesh: jax.sharding.AbstractMesh | None = None
@@ -301,6 +307,14 @@ class XlaKernels:
         if self.fused is not None and self.fused.serves_experts(weights, x):
             return self.fused.ragged_linear(weights, x, group_sizes)
         return lax.ragged_dot(x, weights, group_sizes)
+
+    def delta_step(
+        self, state: jax.Array, heads: Heads, decay: jax.Array, rate: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The delta rule for one token of each row, see `delta_net.step`."""
+        if self.heads is not None and self.heads.serves_states(state):
+            return self.heads.step(state, heads, decay, rate)
+        return delta_net.step(state, heads, decay, rate)
 
     def net_heads(
         self,
@@ -410,6 +424,12 @@ class CpuKernels:
         del options
         assert isinstance(weights, Panels)
         return cpu_ragged_linear(weights.array, x, group_sizes, weights.num_outputs)
+
+    def delta_step(
+        self, state: jax.Array, heads: Heads, decay: jax.Array, rate: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The delta rule for one token of each row, see `delta_net.step`."""
+        return delta_net.step(state, heads, decay, rate)
 
     def net_heads(
         self,

@@ -1,15 +1,19 @@
-"""Heads on TPUs, by a kernel. Imported on request."""
+"""Heads on TPUs, by kernels. Imported on request."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from sgljax_engine.kernels.tpu.delta_step import SUBLANES, delta_step
 from sgljax_engine.kernels.tpu.rotate import rotate_heads, tokens_tile
+from sgljax_engine.layers.delta_net import Heads
 from sgljax_engine.layers.target import kv_axes
 
 LANES = 128
@@ -18,7 +22,7 @@ LANES = 128
 
 @dataclasses.dataclass(frozen=True)
 class TpuHeads:
-    """Norm and rotary embedding of heads. Static and hashable.
+    """Norm and rotary embedding of heads, and the delta rule of one token. Static and hashable.
 
     Attributes:
         mesh: Axes over which heads are sharded; None on one device. Kv heads are sharded over those
@@ -58,3 +62,30 @@ class TpuHeads:
             out_specs=heads,
             check_vma=False,
         )(x_TNH, weight, sin, cos)
+
+    def serves_states(self, state: jax.Array) -> bool:
+        """Whether a step of the kernel is some heads' whole states [B, V, h, d]."""
+        _, num_heads, *sizes = state.shape
+        num_heads //= self._num_shards(num_heads)
+        is_whole = num_heads < SUBLANES or num_heads % SUBLANES == 0
+        return is_whole and all(size % LANES == 0 for size in sizes)
+
+    def step(
+        self, state: jax.Array, heads: Heads, decay: jax.Array, rate: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The delta rule for one token of each row, see `layers.delta_net.step`."""
+        rows, num_heads, _, width = state.shape
+        q, k = (jnp.repeat(x, num_heads // x.shape[1], axis=1) for x in (heads.q, heads.k))
+        run = functools.partial(delta_step, interpret=self.interpret)
+        arguments = state, q, k, heads.v.reshape(rows, num_heads, width), jnp.exp(decay), rate
+        if self.mesh is None:
+            return run(*arguments)
+        shards = P(None, kv_axes(self.mesh.shape, num_heads))
+        return jax.shard_map(
+            run, mesh=self.mesh, in_specs=shards, out_specs=shards, check_vma=False
+        )(*arguments)
+
+    def _num_shards(self, num_heads: int) -> int:
+        if self.mesh is None:
+            return 1
+        return math.prod(self.mesh.shape[axis] for axis in kv_axes(self.mesh.shape, num_heads))

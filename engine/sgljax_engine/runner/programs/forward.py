@@ -25,10 +25,12 @@ from sgljax_engine.cache.contiguous_kv import (
 from sgljax_engine.cache.kv_pages import KVPages, LayerKV, write_routed
 from sgljax_engine.cache.layer_states import LayerState, put_states, take_states
 from sgljax_engine.layers.tiles import Tiles, Together, tokens_in_tiles
+from sgljax_engine.model_config import LinearAttentionConfig
 from sgljax_engine.models.spec import (
     Forward,
     LayerCache,
     Params,
+    Recur,
 )
 from sgljax_engine.runner.batches.batch import DecodeBatch, ForwardBatch
 from sgljax_engine.runner.batches.page_ids import NO_SLOT
@@ -310,10 +312,15 @@ def _next_logits(
         carry.caches,
         tokens,
         rows.adapters,
-        None if net is None else row_recur(net, active, static.recur_kernels),
+        None if net is None else _row_recur(static, net, active),
     )
     assert out.kv is not None
     return logits, out.kv, with_routed(carry.routed, out, pages.slots)
+
+
+def _row_recur(static: ProgramContext, net: LinearAttentionConfig, active: jax.Array) -> Recur:
+    by_token = static.recur_kernels is not None
+    return row_recur(net, active, static.context.kernels, by_token=by_token)
 
 
 def empty_output(batch_size: int, max_steps: int, logprobs: LogprobBatch | None) -> DecodeOutput:

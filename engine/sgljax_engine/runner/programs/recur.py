@@ -137,14 +137,15 @@ def _windows(
 
 
 def row_recur(
-    net: LinearAttentionConfig, active: jax.Array, kernels: Kernels | None = None
+    net: LinearAttentionConfig, active: jax.Array, kernels: Kernels, *, by_token: bool
 ) -> Recur:
     """A `recur` of one token a row, whose state is that of the row; other rows keep theirs.
 
     Args:
         net: Sizes of the layers.
         active: [B] bool, rows that take the token.
-        kernels: As for `block_recur`.
+        kernels: Apply the rule.
+        by_token: By what also applies it in prefill.
     """
 
     def recur(
@@ -153,15 +154,13 @@ def row_recur(
         assert isinstance(layer, LayerState)
         new = inputs.qkv.astype(jnp.float32)[:, None]
         window = jnp.concatenate([layer.conv, new], axis=1)
-
-        def kept(new: jax.Array, old: jax.Array) -> jax.Array:
-            return jnp.where(active.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
-
-        conv = kept(window[:, 1:], layer.conv)
-        if kernels is None:
+        conv = jnp.where(active[:, None, None], window[:, 1:], layer.conv)
+        if not by_token:
             heads = delta_net.split_heads(delta_net.convolve(window, weight)[:, 0], *net.head_sizes)
-            matrix, out = delta_net.step(layer.matrix, heads, inputs.decay, inputs.rate)
-            return out, LayerState(conv, kept(matrix, layer.matrix))
+            # A state that neither decays nor changes is the same, without one more pass over it.
+            decay, rate = (jnp.where(active[:, None], x, 0.0) for x in inputs[1:])
+            matrix, out = kernels.delta_step(layer.matrix, heads, decay, rate)
+            return out, LayerState(conv, matrix)
         heads = kernels.net_heads(window, weight, net.head_sizes, active[:, None])
         terms = _row_terms(heads, inputs.decay[:, None], inputs.rate[:, None], active)
         matrix, out = kernels.delta_rule(layer.matrix, terms, net.head_sizes)

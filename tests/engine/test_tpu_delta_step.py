@@ -1,0 +1,92 @@
+"""The kernel for TPUs that applies the delta rule to a token of each row, interpreted."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sgljax_engine.layers import delta_net
+from sgljax_engine.layers.delta_net import Heads
+from sgljax_engine.layers.kernels import XlaKernels
+from sgljax_engine.layers.tpu import TpuHeads
+from tests.devices import run_python
+
+KERNELS = XlaKernels(heads=TpuHeads(interpret=True))
+
+
+def case(num_groups, ratio, key_dim, value_dim, num_rows=3):
+    """States and heads as nets have them; the second row neither decays nor changes."""
+    rng = np.random.default_rng(0)
+    num_heads = num_groups * ratio
+    state = rng.normal(size=(num_rows, num_heads, key_dim, value_dim))
+    q, k = rng.normal(size=(2, num_rows, num_groups, key_dim))
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    v = rng.normal(size=(num_rows, num_groups, ratio, value_dim))
+    decay = -rng.exponential(size=(num_rows, num_heads))
+    rate = rng.uniform(size=(num_rows, num_heads))
+    decay[1] = rate[1] = 0.0
+    q, k, v, *rest = (jnp.asarray(x, jnp.float32) for x in (q, k, v, state, decay, rate))
+    state, decay, rate = rest
+    return state, Heads(q, k, v), decay, rate
+
+
+def exact(state, heads, decay, rate):
+    """The rule as it is written, in float64."""
+    state, decay, rate = (np.asarray(x, np.float64) for x in (state, decay, rate))
+    q, k, v = (np.asarray(x, np.float64) for x in heads)
+    ratio = v.shape[2]
+    q, k = (np.repeat(x, ratio, axis=1) for x in (q, k))
+    state = state * np.exp(decay)[..., None, None]
+    change = rate[..., None] * (v.reshape(*q.shape[:2], -1) - np.einsum("bvhd,bvh->bvd", state, k))
+    state = state + k[..., None] * change[:, :, None]
+    return state, np.einsum("bvhd,bvh->bvd", state, q)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(2, 1, 128, 128), (4, 4, 128, 256), (1, 3, 128, 128)],
+    ids=["equal", "ratio_four", "one_key_head"],
+)
+def test_it_is_the_rule(sizes):
+    arguments = case(*sizes)
+    assert KERNELS.heads.serves_states(arguments[0])
+    found = KERNELS.delta_step(*arguments)
+    for ours, expected in zip(found, exact(*arguments), strict=True):
+        np.testing.assert_allclose(ours, expected, atol=2e-6)
+    np.testing.assert_array_equal(found[0][1], arguments[0][1])
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 64, 128), (2, 1, 128, 32), (3, 4, 128, 128)])
+def test_other_states_are_left_to_xla(sizes):
+    arguments = case(*sizes)
+    assert not KERNELS.heads.serves_states(arguments[0])
+    found, same = KERNELS.delta_step(*arguments), delta_net.step(*arguments)
+    for ours, expected in zip(found, same, strict=True):
+        np.testing.assert_array_equal(ours, expected)
+
+
+@pytest.mark.slow
+def test_heads_over_two_devices():
+    run_python("-W", "ignore", "-m", "tests.engine.test_tpu_delta_step", num_devices=2)
+
+
+def on_two_devices():
+    """Each device steps its own heads."""
+    import jax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(np.asarray(jax.devices()), ("tp",))
+    kernels = XlaKernels(heads=TpuHeads(mesh.abstract_mesh, interpret=True))
+    arguments = case(2, 2, 128, 128)
+    place = NamedSharding(mesh, PartitionSpec(None, "tp"))
+    state = jax.device_put(arguments[0], place)
+    with jax.set_mesh(mesh):
+        found = jax.jit(kernels.delta_step)(state, *arguments[1:])
+    assert found[0].sharding.shard_shape(state.shape) == (3, 2, 128, 128)
+    for ours, expected in zip(found, exact(*arguments), strict=True):
+        np.testing.assert_allclose(ours, expected, atol=2e-6)
+
+
+if __name__ == "__main__":
+    on_two_devices()
