@@ -25,8 +25,9 @@ QWEN3_5 = (
 
 def test_twenty_steps_raise_the_reward():
     """Prompts fill their rows: behind padding, MaxText's nets compute something else."""
-    (length,) = {len(make_tokenizer(names_pad=True).encode(text)) for text in actors.PROMPTS}
-    # On MaxText's own mesh, rules of its base.yml shard two axes of a net's kernel over the same mesh
+    tokenizer = make_tokenizer(names_pad=True)
+    (length,) = {1 + len(tokenizer.encode(text)) for text in actors.PROMPTS}  # a begin token, too
+    # On MaxText's own mesh, rules of its base.yml shard two axes of a net's kernel over one mesh
     # axis, which Tunix 0.1.7 refuses for the optimizer's state; those of its rl.yml do not.
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tensor"))
     actor = actors.make(*QWEN3_5, mesh=mesh)

@@ -125,9 +125,7 @@ def row(recipe: Recipe, outcome: str) -> str:
     if recipe.rollout_mesh is not None:
         meshes += f" + {recipe.rollout_mesh}"
         meshes += " on the same devices" if recipe.shares_devices else ""
-    if recipe.waits_for:
-        trains, meshes, outcome = "", "", f"waits for {recipe.waits_for}"
-    elif recipe.stops_at:
+    if recipe.stops_at:
         outcome = f"its training {outcome}; not {recipe.stops_at}"
     elif recipe.remark:
         outcome += f"; {recipe.remark}"

@@ -69,6 +69,7 @@ class Recipe:
         lora: The module path of its LoRA rule; None trains all weights.
         mesh: Of the trainer and, if there is no `rollout_mesh`, of the rollout: fsdp, tp.
         rollout_mesh: Of the rollout, if it differs: on devices of its own, or on the trainer's.
+        axes, rollout_axes: Names of the axes of those.
         shares_devices: Whether the rollout's mesh is made of the trainer's devices.
         rollout: Fields of RolloutConfig but lengths.
         eval_rollout: Those that differ in its evaluation config, if it has one.
@@ -79,7 +80,6 @@ class Recipe:
         has_turns: Whether episodes have several turns.
         evaluates: Whether it evaluates the rollout before and after its training, by itself.
         elsewhere: The environment that it needs: "tunix", a checkout of Tunix's main, or "maxtext".
-        waits_for: What it cannot run without, instead of running it.
         stops_at: What of it does not run, though its training does.
         remark: What a reader should know about a recipe that runs.
     """
@@ -94,6 +94,8 @@ class Recipe:
     lora: str | None = None
     mesh: tuple[int, int] = (2, 4)
     rollout_mesh: tuple[int, int] | None = None
+    axes: tuple[str, str] = ("fsdp", "tp")
+    rollout_axes: tuple[str, str] = ("fsdp", "tp")
     shares_devices: bool = False
     rollout: Mapping[str, Any] = dataclasses.field(default_factory=lambda: _GSM8K)
     eval_rollout: Mapping[str, Any] | None = None
@@ -104,7 +106,6 @@ class Recipe:
     has_turns: bool = False
     evaluates: bool = False
     elsewhere: Literal["", "tunix", "maxtext"] = ""
-    waits_for: str = ""
     stops_at: str = ""
     remark: str = ""
 
@@ -149,19 +150,6 @@ def _ppo(number: int, title: str, model: str, source: str, **fields: Any) -> Rec
         engine="vanilla",
         remark="its command came after google-tunix 0.1.7",
         **fields,
-    )
-
-
-def _waiting(number: int, title: str, source: str, way: Any, waits_for: str) -> Recipe:
-    return Recipe(
-        number=number,
-        title=title,
-        source=source,
-        way=way,
-        learner="agentic",
-        model=None,
-        engine="vllm",
-        waits_for=waits_for,
     )
 
 
@@ -499,12 +487,68 @@ RECIPES = (
         dtype="bfloat16",
         algorithm={"beta": 0.04, "use_rollout_logps": False},
     ),
-    _waiting(
-        28,
-        "agentic GRPO, Qwen3.5 35B-A3B with MaxText's model",
-        "examples/math_gsm8k/qwen_agentic_maxtext.py",
-        "script",
-        "MaxText's actors of Qwen3.5, which have no rules yet, and brings its own rollout class",
+    Recipe(
+        number=28,
+        title="agentic GRPO, Qwen3.5 35B-A3B with MaxText's model",
+        source="examples/math_gsm8k/qwen_agentic_maxtext.py",
+        way="script",
+        learner="agentic",
+        model="maxtext_qwen3_5",
+        engine="vllm",
+        mesh=(2, 2),
+        rollout_mesh=(2, 2),
+        axes=("fsdp", "tensor"),
+        rollout_axes=("data", "model"),
+        rollout={
+            "temperature": 1.0,
+            "top_p": None,
+            "top_k": None,
+            **_VLLM_FIELDS,
+            "rollout_vllm_model_version": "Qwen/Qwen3.5-35B-A3B",
+            "rollout_vllm_hbm_utilization": 0.4,
+            "rollout_vllm_async_scheduling": True,
+            "rollout_vllm_init_with_random_weights": True,
+            "rollout_vllm_max_num_seqs": 8,
+            "rollout_vllm_max_num_batched_tokens": 8192,
+            "rollout_vllm_kwargs": {
+                **_VLLM_KWARGS,
+                "enable_prefix_caching": False,
+                "tokenizer": "Qwen/Qwen3.5-35B-A3B",
+                "dtype": "bfloat16",
+                "enable_expert_parallel": False,
+                "hf_overrides": {"architectures": ["MaxTextForCausalLM"]},
+            },
+            "rollout_mapping_config": {},
+            "rollout_vllm_additional_config": {
+                "maxtext_config": {
+                    "model_name": "qwen3.5-35b-a3b",
+                    "model_call_mode": "inference",
+                    "attention": "vllm_rpa",
+                    "weight_dtype": "bfloat16",
+                    "prefuse_moe_weights": True,
+                }
+            },
+            "rollout_vllm_sampling_kwargs": {
+                "stop": ["</answer>"],
+                "stop_token_ids": [2, 98],
+                "detokenize": True,
+            },
+            "tensor_parallel_size": "model",
+            "data_parallel_size": "data",
+        },
+        dtype="bfloat16",
+        algorithm={
+            "beta": 0.0,
+            "epsilon": 0.2,
+            "loss_agg_mode": "sequence-mean-token-scale",
+            "advantage_estimator": "rloo",
+            "use_rollout_logps": False,
+            "max_concurrency": 200,
+            "overlong_filter": True,
+        },
+        elsewhere="maxtext",
+        stops_at="its script as it stands, which imports vLLM and wraps `MaxTextVllmRollout` where "
+        "`SglJaxRollout` must be named",
     ),
     Recipe(
         number=29,

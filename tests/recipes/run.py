@@ -39,6 +39,7 @@ from tests.recipes import models, rewards, task
 from tests.recipes.recipes import RECIPES, Recipe
 from tunix_sgljax import SglJaxRollout
 from tunix_sgljax.cli import main as cli
+from tunix_sgljax.maxtext.axes import logical_rules
 
 NUM_STEPS = 2
 BATCH = 4
@@ -228,12 +229,12 @@ def _make_meshes(recipe: Recipe) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
     devices = np.array(jax.devices())
     trainer, own = recipe.meshes()
     size = int(np.prod(trainer))
-    mesh = jax.sharding.Mesh(devices[:size].reshape(trainer), ("fsdp", "tp"))
+    mesh = jax.sharding.Mesh(devices[:size].reshape(trainer), recipe.axes)
     if own is None:
         return mesh, mesh
     first = 0 if recipe.shares_devices else size
     rest = devices[first : first + int(np.prod(own))]
-    return mesh, jax.sharding.Mesh(rest.reshape(own), ("fsdp", "tp"))
+    return mesh, jax.sharding.Mesh(rest.reshape(own), recipe.rollout_axes)
 
 
 def _cluster_config(recipe: Recipe, roles: dict[Role, Any]) -> ClusterConfig:
@@ -250,8 +251,12 @@ def _cluster_config(recipe: Recipe, roles: dict[Role, Any]) -> ClusterConfig:
         rollout_micro_batch_size=batch,
         compute_logps_micro_batch_size=batch,
     )
+    rules: dict[Role, Any] | None = None
+    if recipe.elsewhere == "maxtext":
+        rules = {role: logical_rules(mesh.axis_names) for role, mesh in roles.items()}
     return ClusterConfig(
         role_to_mesh=roles,
+        role_to_logical_axis_rule=rules,
         rollout_engine=SglJaxRollout,
         training_config=training,
         rollout_config=_rollout_configs(recipe, roles[Role.ROLLOUT]),
