@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.hardware import step_parts
 from benchmarks.interruption import interruptions, sleep_wake
-from benchmarks.throughput import growth, hybrid, long_tail, options, simulated
+from benchmarks.throughput import delta_net, growth, hybrid, long_tail, options, simulated
 
 QUICK_COMPILE = "that the benchmark runs and what it writes, not its numbers"
 
@@ -71,6 +71,11 @@ def test_simulated_rollouts(tmp_path):
 def test_experts(tmp_path):
     data = written(options.main, tmp_path, "moe", "--pairs", "1", "--tables", "moe")
     assert list(data["seconds"]) == ["1 rows", "8 rows", "64 rows"]
+
+
+def test_recurrence(tmp_path):
+    data = written(delta_net.main, tmp_path, "delta_net", "--pairs", "1")
+    assert set(data["prefill of 32 tokens"]) == {"XLA", "kernels"}
 
 
 @pytest.mark.soak
