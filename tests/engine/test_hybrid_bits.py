@@ -74,11 +74,17 @@ def alone(backend):
     return found
 
 
-@pytest.mark.parametrize(
-    "backend", ["native", pytest.param("portable", marks=pytest.mark.slow)], indirect=True
-)
 class TestEngine:
-    @pytest.mark.parametrize("drafts", ["off", pytest.param("always", marks=pytest.mark.slow)])
+    @pytest.mark.parametrize(
+        ("backend", "drafts"),
+        [
+            ("native", "off"),
+            pytest.param("native", "always", marks=pytest.mark.slow),
+            pytest.param("portable", "off", marks=pytest.mark.slow),
+            pytest.param("portable", "always", marks=pytest.mark.soak),
+        ],
+        indirect=["backend"],
+    )
     def test_no_bit_differs(self, backend, alone, drafts):
         """Batches, chunks, interruptions, retraction; the second time from kept states."""
         with make_engine(SMALL | {"speculation": drafts}, MODEL) as engine:
@@ -90,6 +96,9 @@ class TestEngine:
         assert counters.num_retractions > 0
         assert drafts == "off" or 0 < counters.num_accepted_tokens < counters.num_draft_tokens
 
+    @pytest.mark.parametrize(
+        "backend", ["native", pytest.param("portable", marks=pytest.mark.slow)], indirect=True
+    )
     def test_a_turn_that_goes_on_from_its_state(self, backend, alone):
         """A sampled token's log-prob equals its score as part of a prompt's answer."""
         asked, bits = ASKED[1], alone[1]
