@@ -3,9 +3,9 @@
     python benchmarks/throughput/delta_net.py           # about a minute
 
 16 heads of 128 x 128, float32. XLA's code prefills blocks of 16 tokens in products of matrices and
-decodes rows together; the kernels take one token after another, in decode and prefill, with the
-same bits at any cut. Both take turns, in the program functions that engines call: with convolution
-and gates, without projections.
+decodes rows together; in deterministic mode it takes one token after another, as the kernels always
+do, with the same bits at any cut. They take turns, in the functions of programs that engines call:
+with the convolution, without projections.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ from sgljax_engine import LinearAttentionConfig
 from sgljax_engine.attention.base import BlockTables
 from sgljax_engine.cache.layer_states import LayerState, state_shapes
 from sgljax_engine.layers.delta_net import NetInputs
-from sgljax_engine.layers.kernels import CpuKernels, Kernels
+from sgljax_engine.layers.kernels import CpuKernels, Kernels, XlaKernels
 from sgljax_engine.models.spec import Recur
 from sgljax_engine.runner.programs.recur import block_recur, row_recur
 from sgljax_engine.xla_options import compiler_options
 
-FORMS: dict[str, Kernels | None] = {"XLA": None, "kernels": CpuKernels()}
+FORMS: dict[str, Kernels | None] = {
+    "XLA": None,
+    "XLA by token": XlaKernels(),
+    "kernels": CpuKernels(),
+}
 BLOCK, STEPS = 16, 8
 
 
