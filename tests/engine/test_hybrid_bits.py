@@ -181,6 +181,7 @@ class TestRule:
                 np.testing.assert_allclose(out[i], o[0], atol=1e-5)
             np.testing.assert_allclose(new[slot], expected[0], atol=1e-5)
         assert (np.asarray(new)[1] == 7.0).all()
+        assert not np.asarray(out)[slots == NO_SLOT].any()
 
     def test_heads(self, kernels):
         """Convolution, silu and norms against float64; the same bits in blocks and alone."""
