@@ -136,6 +136,11 @@ def rule_of(kernels: Kernels, net: LinearAttentionConfig) -> Any:
     )
 
 
+def terms_of(*arrays: np.ndarray) -> TokenTerms:
+    """Of any kind of array."""
+    return TokenTerms(*map(jnp.asarray, arrays))
+
+
 @pytest.mark.parametrize("kernels", KERNELS)
 class TestRule:
     def test_against_float64_and_at_any_cut(self, kernels):
@@ -151,7 +156,8 @@ class TestRule:
             for start, end in itertools.pairwise(cuts):
                 slots = np.full(end - start, num_slots - 1, np.int32)
                 part = (x[start:end] for x in (heads, decay, rate))
-                states, out = rule(states, TokenTerms(*part, slots, np.arange(start, end) == 0))
+                is_first = np.arange(start, end) == 0
+                states, out = rule(states, terms_of(*part, slots, is_first))
                 found.append(np.asarray(out))
             outs = np.concatenate(found)
             np.testing.assert_allclose(outs, expected, atol=1e-6)
@@ -171,13 +177,13 @@ class TestRule:
         slots = np.array([2, 0, 2, NO_SLOT] * 3, np.int32)
         is_first = np.arange(12) < 2
         states = jnp.full((3, *state_shapes(net, 1)[1][1:]), 7.0)
-        new, out = rule_of(kernels, net)(states, TokenTerms(heads, decay, rate, slots, is_first))
+        new, out = rule_of(kernels, net)(states, terms_of(heads, decay, rate, slots, is_first))
         for slot in (0, 2):
             own = slots == slot
-            expected = np.zeros((1, *states.shape[1:]))
+            expected = jnp.zeros((1, *states.shape[1:]))
             for i in np.flatnonzero(own):
-                one = Heads(q[i : i + 1], k[i : i + 1], v[i : i + 1])
-                expected, o = delta_net.step(expected, one, decay[i : i + 1], rate[i : i + 1])
+                q_i, k_i, v_i, *gates = (jnp.asarray(x[i : i + 1]) for x in (q, k, v, decay, rate))
+                expected, o = delta_net.step(expected, Heads(q_i, k_i, v_i), *gates)
                 np.testing.assert_allclose(out[i], o[0], atol=1e-5)
             np.testing.assert_allclose(new[slot], expected[0], atol=1e-5)
         assert (np.asarray(new)[1] == 7.0).all()

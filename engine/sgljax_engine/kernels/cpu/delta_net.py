@@ -89,7 +89,8 @@ def _heads_operation(num_heads: int, key_dim: int, width: int, eps: float) -> Op
 
 def _plan_heads(arguments: Shapes, results: Shapes, threads: int) -> Plan:
     del arguments, threads
-    return Plan(*results[0].shape[:1], results[0].shape[1:])
+    num_blocks, *sizes = results[0].shape
+    return Plan(num_blocks, tuple(sizes))
 
 
 def _write_heads(
