@@ -6,7 +6,15 @@ import pytest
 
 from benchmarks.hardware import step_parts
 from benchmarks.interruption import interruptions, sleep_wake
-from benchmarks.throughput import growth, hybrid, long_tail, options, over_sampling, simulated
+from benchmarks.throughput import (
+    delta_net,
+    growth,
+    hybrid,
+    long_tail,
+    options,
+    over_sampling,
+    simulated,
+)
 
 QUICK_COMPILE = "that the benchmark runs and what it writes, not its numbers"
 
@@ -91,6 +99,11 @@ def test_over_sampling(tmp_path):
 def test_experts(tmp_path):
     data = written(options.main, tmp_path, "moe", "--pairs", "1", "--tables", "moe")
     assert list(data["seconds"]) == ["1 rows", "8 rows", "64 rows"]
+
+
+def test_recurrence(tmp_path):
+    data = written(delta_net.main, tmp_path, "delta_net", "--pairs", "1")
+    assert set(data["prefill of 32 tokens"]) == {"XLA", "XLA by token", "kernels"}
 
 
 @pytest.mark.soak

@@ -370,9 +370,10 @@ def test_random_weights(small):
 
 
 @pytest.mark.parametrize(
-    "num_examples",
-    [pytest.param(20, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.soak)],
+    ("num_examples", "num_steps"),
+    [pytest.param(200, 10, marks=pytest.mark.slow), pytest.param(250, 40, marks=pytest.mark.soak)],
 )
-def test_interrupt_machine(num_examples):
+def test_interrupt_machine(num_examples, num_steps):
     """Runs the machine that models without states have, with few slots for states."""
-    run_python("-W", "ignore", "-m", "tests.engine.hybrid_machine", num_examples, num_devices=1)
+    arguments = ("tests.engine.hybrid_machine", num_examples, num_steps)
+    run_python("-W", "ignore", "-m", *arguments, num_devices=1)

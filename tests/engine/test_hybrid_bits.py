@@ -74,11 +74,17 @@ def alone(backend):
     return found
 
 
-@pytest.mark.parametrize(
-    "backend", ["native", pytest.param("portable", marks=pytest.mark.slow)], indirect=True
-)
 class TestEngine:
-    @pytest.mark.parametrize("drafts", ["off", pytest.param("always", marks=pytest.mark.slow)])
+    @pytest.mark.parametrize(
+        ("backend", "drafts"),
+        [
+            ("native", "off"),
+            pytest.param("native", "always", marks=pytest.mark.slow),
+            pytest.param("portable", "off", marks=pytest.mark.slow),
+            pytest.param("portable", "always", marks=pytest.mark.soak),
+        ],
+        indirect=["backend"],
+    )
     def test_no_bit_differs(self, backend, alone, drafts):
         """Batches, chunks, interruptions, retraction; the second time from kept states."""
         with make_engine(SMALL | {"speculation": drafts}, MODEL) as engine:
@@ -90,6 +96,9 @@ class TestEngine:
         assert counters.num_retractions > 0
         assert drafts == "off" or 0 < counters.num_accepted_tokens < counters.num_draft_tokens
 
+    @pytest.mark.parametrize(
+        "backend", ["native", pytest.param("portable", marks=pytest.mark.slow)], indirect=True
+    )
     def test_a_turn_that_goes_on_from_its_state(self, backend, alone):
         """A sampled token's log-prob equals its score as part of a prompt's answer."""
         asked, bits = ASKED[1], alone[1]
@@ -127,6 +136,11 @@ def rule_of(kernels: Kernels, net: LinearAttentionConfig) -> Any:
     )
 
 
+def terms_of(*arrays: np.ndarray) -> TokenTerms:
+    """Of any kind of array."""
+    return TokenTerms(*map(jnp.asarray, arrays))
+
+
 @pytest.mark.parametrize("kernels", KERNELS)
 class TestRule:
     def test_against_float64_and_at_any_cut(self, kernels):
@@ -142,7 +156,8 @@ class TestRule:
             for start, end in itertools.pairwise(cuts):
                 slots = np.full(end - start, num_slots - 1, np.int32)
                 part = (x[start:end] for x in (heads, decay, rate))
-                states, out = rule(states, TokenTerms(*part, slots, np.arange(start, end) == 0))
+                is_first = np.arange(start, end) == 0
+                states, out = rule(states, terms_of(*part, slots, is_first))
                 found.append(np.asarray(out))
             outs = np.concatenate(found)
             np.testing.assert_allclose(outs, expected, atol=1e-6)
@@ -162,16 +177,17 @@ class TestRule:
         slots = np.array([2, 0, 2, NO_SLOT] * 3, np.int32)
         is_first = np.arange(12) < 2
         states = jnp.full((3, *state_shapes(net, 1)[1][1:]), 7.0)
-        new, out = rule_of(kernels, net)(states, TokenTerms(heads, decay, rate, slots, is_first))
+        new, out = rule_of(kernels, net)(states, terms_of(heads, decay, rate, slots, is_first))
         for slot in (0, 2):
             own = slots == slot
-            expected = np.zeros((1, *states.shape[1:]))
+            expected = jnp.zeros((1, *states.shape[1:]))
             for i in np.flatnonzero(own):
-                one = Heads(q[i : i + 1], k[i : i + 1], v[i : i + 1])
-                expected, o = delta_net.step(expected, one, decay[i : i + 1], rate[i : i + 1])
+                q_i, k_i, v_i, *gates = (jnp.asarray(x[i : i + 1]) for x in (q, k, v, decay, rate))
+                expected, o = delta_net.step(expected, Heads(q_i, k_i, v_i), *gates)
                 np.testing.assert_allclose(out[i], o[0], atol=1e-5)
             np.testing.assert_allclose(new[slot], expected[0], atol=1e-5)
         assert (np.asarray(new)[1] == 7.0).all()
+        assert not np.asarray(out)[slots == NO_SLOT].any()
 
     def test_heads(self, kernels):
         """Convolution, silu and norms against float64; the same bits in blocks and alone."""

@@ -66,7 +66,7 @@ def delta_rule(
         num_key_heads: Heads of queries and keys.
 
     Returns:
-        The states, and outputs [T, V, d] float32, unspecified for what is no token.
+        The states, and outputs [T, V, d] float32, 0 for what is no token.
     """
     _, num_heads, key_dim, value_dim = states.shape
     out = jax.ShapeDtypeStruct((slots.shape[0], num_heads, value_dim), jnp.float32)
@@ -89,7 +89,8 @@ def _heads_operation(num_heads: int, key_dim: int, width: int, eps: float) -> Op
 
 def _plan_heads(arguments: Shapes, results: Shapes, threads: int) -> Plan:
     del arguments, threads
-    return Plan(*results[0].shape[:1], results[0].shape[1:])
+    num_blocks, *sizes = results[0].shape
+    return Plan(num_blocks, tuple(sizes))
 
 
 def _write_heads(
@@ -174,8 +175,13 @@ def _write_rule(
         value = code.add(code.mul(keys, 2), code.mul(head, value_dim))
         with code.loop(0, num_tokens) as token:
             slot = code.load_int(slots, token)
-            is_own = code.equal(code.rem(slot, parts), part)
-            with code.when(code.both(code.less(slot, num_slots), is_own)):
+            is_token, is_own = code.less(slot, num_slots), code.equal(code.rem(slot, parts), part)
+            number = code.add(code.mul(token, num_heads), head)
+            target = code.at(out, code.mul(number, value_dim))
+            # Whatever is in memory would go on as a hidden state.
+            with code.unless(is_token), code.loop(0, value_dim, lanes) as at:
+                code.store(code.zeros(lanes), code.at(target, at), 4)
+            with code.when(code.both(is_token, is_own)):
                 place = code.add(code.mul(slot, num_heads), head)
                 state = code.at(states, code.mul(place, key_dim * value_dim))
                 with (
@@ -184,9 +190,8 @@ def _write_rule(
                 ):
                     code.store(code.zeros(lanes), code.at(state, at), 4)
                 own = code.at(heads, code.mul(token, channels))
-                place = code.add(code.mul(token, num_heads), head)
                 decay, rate = (
-                    code.splat(code.load(code.at(base, place), F32), lanes)
+                    code.splat(code.load(code.at(base, number), F32), lanes)
                     for base in (decays, rates)
                 )
                 rule = _Rule(
@@ -197,7 +202,7 @@ def _write_rule(
                     code.at(own, value),
                     exp(code, decay),
                     rate,
-                    code.at(out, code.mul(place, value_dim)),
+                    target,
                 )
                 for start in range(0, value_dim, _BLOCK * lanes):
                     stop = min(start + _BLOCK * lanes, value_dim)

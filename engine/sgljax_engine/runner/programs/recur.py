@@ -162,7 +162,9 @@ def row_recur(
             matrix, out = kernels.delta_step(layer.matrix, heads, decay, rate)
             return out, LayerState(conv, matrix)
         heads = kernels.net_heads(window, weight, net.head_sizes, active[:, None])
-        terms = _row_terms(heads, inputs.decay[:, None], inputs.rate[:, None], active)
+        terms = _row_terms(
+            heads, inputs.decay[:, None], inputs.rate[:, None], active.astype(jnp.int32)
+        )
         matrix, out = kernels.delta_rule(layer.matrix, terms, net.head_sizes)
         return out, LayerState(conv, matrix)
 
