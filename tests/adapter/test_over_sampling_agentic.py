@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tuni
 
 
 def make_learner(cluster, over_sampling=None, *, config=None, **options):
-    fields = {
+    fields: dict[str, Any] = {
         "num_generations": GROUP,
         "max_response_length": 48,
         "max_concurrency": 2 * PER_STEP * GROUP,
@@ -52,7 +53,7 @@ class TestGate:
         return PromptGate(prompts, num_open, lambda: 7)
 
     def test_opens_and_ends_after_the_last_prompt(self):
-        gate = self.gate(3)
+        gate: Any = self.gate(3)
         assert [gate.get()["prompts"].tolist() for _ in range(3)] == [[0], [1], [2]]
         call = start(gate.get)
         gate.open(2)
