@@ -82,7 +82,8 @@ def test_every_group_is_trained_once_and_ages_are_bounded(factor, max_age):
     trained = []
     for step, example in enumerate(cluster.examples):
         versions = np.asarray(example.token_versions)
-        assert step - versions[versions >= 0].min() <= max_age
+        # Tunix drops the tokens of episodes that reach the response's limit.
+        assert step - versions[versions >= 0].min(initial=step) <= max_age
         for ids in np.asarray(example.prompt_ids)[::GROUP]:
             trained.append(text_of(ids[ids != 0]))
     wanted = [prompt for step in range(num_steps) for prompt in prompts_of(step)]

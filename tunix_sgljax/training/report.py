@@ -152,7 +152,7 @@ def _tail_of(metrics: MetricsBuffer) -> dict[str, float] | None:
         if key in metrics.metrics:
             values, reduce = metrics.metrics[key]
             numbers = np.asarray(values, np.float64)
-            tail[name] = float(numbers.mean() if reduce is None else reduce(numbers))
+            tail[name] = np.asarray(numbers.mean() if reduce is None else reduce(numbers)).item()
     return tail
 
 
