@@ -73,7 +73,9 @@ class Steps:
         """Takes the sampling parameters of each step's requests."""
         self.requests = requests
         self.num_samples = num_samples
-        self.max_new_tokens = params[0][0].max_new_tokens
+        most = params[0][0].max_new_tokens
+        assert most is not None
+        self.max_new_tokens = most
         self.lengths: list[list[int]] = []
         self._params = params
 

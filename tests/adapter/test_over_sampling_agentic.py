@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tuni
 
 
 def make_learner(cluster, over_sampling=None, *, config=None, **options):
-    fields = {
+    fields: dict[str, Any] = {
         "num_generations": GROUP,
         "max_response_length": 48,
         "max_concurrency": 2 * PER_STEP * GROUP,
@@ -52,7 +53,7 @@ class TestGate:
         return PromptGate(prompts, num_open, lambda: 7)
 
     def test_opens_and_ends_after_the_last_prompt(self):
-        gate = self.gate(3)
+        gate: Any = self.gate(3)
         assert [gate.get()["prompts"].tolist() for _ in range(3)] == [[0], [1], [2]]
         call = start(gate.get)
         gate.open(2)
@@ -81,7 +82,8 @@ def test_every_group_is_trained_once_and_ages_are_bounded(factor, max_age):
     trained = []
     for step, example in enumerate(cluster.examples):
         versions = np.asarray(example.token_versions)
-        assert step - versions[versions >= 0].min() <= max_age
+        # Tunix drops the tokens of episodes that reach the response's limit.
+        assert step - versions[versions >= 0].min(initial=step) <= max_age
         for ids in np.asarray(example.prompt_ids)[::GROUP]:
             trained.append(text_of(ids[ids != 0]))
     wanted = [prompt for step in range(num_steps) for prompt in prompts_of(step)]

@@ -17,6 +17,7 @@ import numpy as np
 from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from tests.threads import LIMIT_S
 from tunix_sgljax import OverSampling
@@ -146,9 +147,11 @@ class OverSamplingMachine(RuleBasedStateMachine):
         if batch is None:
             self.is_over = True
             return
-        columns = {name: np.repeat(values, NUM_SAMPLES, axis=0) for name, values in batch.items()}
+        columns: dict[str, Any] = {
+            name: np.repeat(values, NUM_SAMPLES, axis=0) for name, values in batch.items()
+        }
         columns["trajectory_ids"] = [str(row) for row in columns[ROW]]
-        count = self.source.ask(columns, None)
+        count = self.source.ask(columns, RolloutConfig())
         assert count == self.batch_size
         assert len(self.groups) <= max(self.config.num_asked(count), count)
         taken = self.groups.take(count)

@@ -126,7 +126,8 @@ class OverSamplingAgenticGrpoLearner(AgenticGrpoLearner):
         self._first_group = self._cluster.global_steps * self._full_batch_size
         num_asked = self._config.num_asked(self._full_batch_size)
         self._gate = PromptGate(prompt_queue, num_asked, lambda: self.policy_version)
-        await super()._producer(orchestrator, self._gate, train_data_queue)
+        gate: Any = self._gate  # Tunix calls `get`, and `put` at its end
+        await super()._producer(orchestrator, gate, train_data_queue)
 
     def _announce_sync(self) -> None:
         super()._announce_sync()

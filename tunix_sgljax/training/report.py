@@ -147,11 +147,13 @@ def _tail_of(metrics: MetricsBuffer) -> dict[str, float] | None:
     """Over-sampling's metrics of a step, each reduced as Tunix does."""
     if _TAIL["wait_s"] not in metrics.metrics:
         return None
-    found = {name: metrics.metrics.get(key) for name, key in _TAIL.items()}
-    return {
-        name: float((reduce or np.mean)(values))
-        for name, (values, reduce) in ((n, f) for n, f in found.items() if f is not None)
-    }
+    tail = {}
+    for name, key in _TAIL.items():
+        if key in metrics.metrics:
+            values, reduce = metrics.metrics[key]
+            numbers = np.asarray(values, np.float64)
+            tail[name] = np.asarray(numbers.mean() if reduce is None else reduce(numbers)).item()
+    return tail
 
 
 def _describe_tail(tail: dict[str, float] | None) -> str:
