@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import jax
 from tunix_sgljax.bench.environment import Environment, describe_environment
 
 ROOT = Path(__file__).resolve().parents[2]
+_INNERMOST = re.compile(r"[\[{][^\[\]{}]*[\]}]")
+"""Lists and objects of JSON that hold no others: a line each."""
 
 
 def make_parser(description: str | None, *, pairs: int | None = None) -> argparse.ArgumentParser:
@@ -68,7 +71,10 @@ def write_report(
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(text)
     data = {"environment": dataclasses.asdict(environment), **content}
-    output.with_suffix(".json").write_text(json.dumps(data, indent=2) + "\n")
+    text_of_data = _INNERMOST.sub(
+        lambda found: " ".join(found[0].split()), json.dumps(data, indent=1)
+    )
+    output.with_suffix(".json").write_text(text_of_data + "\n")
     print(f"\n{text}\nwrote {output}")
 
 
