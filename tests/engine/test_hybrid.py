@@ -340,7 +340,14 @@ def test_heads_that_do_not_divide_are_refused(name, tp_size, named):
         check_divides(load_model_config(GOLDEN / name), tp_size)
 
 
-@pytest.mark.parametrize("case", ["grouped", pytest.param("ungrouped", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "grouped",
+        pytest.param("ungrouped", marks=pytest.mark.slow),
+        pytest.param("deterministic", marks=pytest.mark.soak),
+    ],
+)
 def test_on_two_devices(case):
     run_python("-W", "ignore", "-m", "tests.engine.hybrid_cases", case, num_devices=2)
 
