@@ -1,6 +1,7 @@
 """The state machine of interruptions with recurrent states.
 
 `python -m tests.engine.hybrid_machine NUMBER STEPS` runs so many examples of so many steps.
+250 of 40, which are up to 10,000 steps, take 20 s; they passed on 2026-11-28.
 """
 
 from __future__ import annotations

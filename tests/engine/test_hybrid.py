@@ -353,7 +353,14 @@ def test_heads_that_do_not_divide_are_refused(name, tp_size, named):
         check_divides(load_model_config(GOLDEN / name), tp_size)
 
 
-@pytest.mark.parametrize("case", ["grouped", pytest.param("ungrouped", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "grouped",
+        pytest.param("ungrouped", marks=pytest.mark.slow),
+        pytest.param("deterministic", marks=pytest.mark.soak),
+    ],
+)
 def test_on_two_devices(case):
     run_python("-W", "ignore", "-m", "tests.engine.hybrid_cases", case, num_devices=2)
 
@@ -371,7 +378,7 @@ def test_random_weights(small):
 
 @pytest.mark.parametrize(
     ("num_examples", "num_steps"),
-    [pytest.param(200, 10, marks=pytest.mark.slow), pytest.param(250, 40, marks=pytest.mark.soak)],
+    [pytest.param(250, 40, marks=pytest.mark.slow), pytest.param(500, 60, marks=pytest.mark.soak)],
 )
 def test_interrupt_machine(num_examples, num_steps):
     """Runs the machine that models without states have, with few slots for states."""

@@ -137,7 +137,7 @@ def rule_of(kernels: Kernels, net: LinearAttentionConfig) -> Any:
 
 
 def terms_of(*arrays: np.ndarray) -> TokenTerms:
-    """Of any kind of array."""
+    """The terms, of any kind of array."""
     return TokenTerms(*map(jnp.asarray, arrays))
 
 
