@@ -34,8 +34,8 @@ MODELS: dict[str, tuple[float, tuple[str, ...]]] = {
 def make(name: str, mesh: jax.sharding.Mesh, dtype: str, seed: int) -> Any:
     """An adapter around one of `MODELS`, with layers as its recipe has them: scanned, or flat.
 
-    Like `tests.recipes.models.make_model`: most completions end in time. Where all of both steps are
-    cut off, the agentic learner changes no weight.
+    Like `tests.recipes.models.make_model`: most completions end in time. Where all are cut off, the
+    agentic learner changes no weight.
     """
     end_bias, words = MODELS[name]
     model = actors.make(*words, f"dtype={dtype}", mesh=mesh, pad_id=None).model
