@@ -94,7 +94,8 @@ def main(argv: list[str] | None = None) -> None:
     for rows in (1, 8, 64):
 
         def by_row(kernels: Kernels | None, rows: int = rows) -> Recur:
-            return row_recur(net, jnp.ones(rows, bool), kernels)
+            by_token = kernels is not None
+            return row_recur(net, jnp.ones(rows, bool), kernels or XlaKernels(), by_token=by_token)
 
         runs = runs_of(net, rows, rows, STEPS, by_row)
         seconds[f"{STEPS} decode steps of {rows} rows"] = take_turns(runs, args.pairs)

@@ -12,7 +12,8 @@ from sgljax_engine.layers.kernels import XlaKernels
 from sgljax_engine.layers.tpu import TpuHeads
 from tests.devices import run_python
 
-KERNELS = XlaKernels(heads=TpuHeads(interpret=True))
+HEADS = TpuHeads(interpret=True)
+KERNELS = XlaKernels(heads=HEADS)
 
 
 def case(num_groups, ratio, key_dim, value_dim, num_rows=3):
@@ -50,7 +51,7 @@ def exact(state, heads, decay, rate):
 )
 def test_it_is_the_rule(sizes):
     arguments = case(*sizes)
-    assert KERNELS.heads.serves_states(arguments[0])
+    assert HEADS.serves_states(arguments[0])
     found = KERNELS.delta_step(*arguments)
     for ours, expected in zip(found, exact(*arguments), strict=True):
         np.testing.assert_allclose(ours, expected, atol=2e-6)
@@ -60,7 +61,7 @@ def test_it_is_the_rule(sizes):
 @pytest.mark.parametrize("sizes", [(2, 1, 64, 128), (2, 1, 128, 32), (3, 4, 128, 128)])
 def test_other_states_are_left_to_xla(sizes):
     arguments = case(*sizes)
-    assert not KERNELS.heads.serves_states(arguments[0])
+    assert not HEADS.serves_states(arguments[0])
     found, same = KERNELS.delta_step(*arguments), delta_net.step(*arguments)
     for ours, expected in zip(found, same, strict=True):
         np.testing.assert_array_equal(ours, expected)
