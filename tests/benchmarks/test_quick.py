@@ -103,7 +103,7 @@ def test_experts(tmp_path):
 
 def test_recurrence(tmp_path):
     data = written(delta_net.main, tmp_path, "delta_net", "--pairs", "1")
-    assert set(data["prefill of 32 tokens"]) == {"XLA", "XLA by token", "kernels"}
+    assert set(data["prefill of 32 tokens"]) == {"XLA", "XLA by token", "kernels"}  # not computed
 
 
 @pytest.mark.soak
