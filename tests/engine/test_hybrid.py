@@ -282,6 +282,7 @@ class TestSlots:
             Engine(GOLDEN / "llama_tied", **OPTIONS, num_state_slots=2)
 
 
+@pytest.mark.slow
 def test_int8_has_the_numbers_of_the_rounded_weights():
     weights = spread_weights(HYBRID)
     small, tokens = scores(HYBRID, weights, quantization="int8")
@@ -292,6 +293,7 @@ def test_int8_has_the_numbers_of_the_rounded_weights():
     assert np.abs(plain - expected).max() > 0.01
 
 
+@pytest.mark.slow
 class TestAdapters:
     """Pairs of every kind of projection, kept apart, against the same added to the weights."""
 
@@ -356,8 +358,8 @@ def test_heads_that_do_not_divide_are_refused(name, tp_size, named):
 @pytest.mark.parametrize(
     "case",
     [
-        "grouped",
-        pytest.param("ungrouped", marks=pytest.mark.slow),
+        pytest.param("grouped", marks=pytest.mark.slow),
+        pytest.param("ungrouped", marks=pytest.mark.soak),
         pytest.param("deterministic", marks=pytest.mark.soak),
     ],
 )
