@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> None:
         facts=[
             f"16 heads of {size} x {size}: {net.num_value_heads * size * size * 4 / 1e6:.2f} MB of "
             "state a row, float32",
-            "Other jobs ran on the machine, so read the ratios",
+            "Cores are shared with other machines, so read the ratios",
         ],
     )
 

@@ -223,7 +223,7 @@ def main(argv: list[str] | None = None) -> None:
         facts=[
             f"Models: {size.dense.num_layers} layers of width {size.dense.hidden_size}, float32; "
             f"dense {counts['dense']:,} parameters, hybrid {counts['hybrid']:,}",
-            "Other jobs ran on the machine, so read the ratios",
+            "Cores are shared with other machines, so read the ratios",
         ],
     )
 
