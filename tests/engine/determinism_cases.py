@@ -20,6 +20,16 @@ from tests.threads import LIMIT_S, gate_steps, start
 MODEL = dataclasses.replace(TINY, vocab_size=64, hidden_size=48, eos_token_ids=(5,))
 """One width of sampling tables, so that there are few programs to compile."""
 
+ALONE: dict[str, Any] = {
+    "page_size": 16,
+    "num_kv_tokens": 1024,
+    "max_running_requests": 1,
+    "token_buckets": (64,),
+    "chunked_prefill_size": 64,
+    "decode_steps": 1,
+}
+"""Each request by itself, one token a dispatch."""
+
 
 @contextlib.contextmanager
 def using(backend: str) -> Iterator[str]:

@@ -19,6 +19,7 @@ from sgljax_engine.layers import kernels
 from sgljax_engine.runner.compile import compiled
 from sgljax_engine.runner.compile.widths import CANDIDATES
 from tests.engine.determinism_cases import (
+    ALONE,
     MODEL,
     Asked,
     Interrupter,
@@ -43,15 +44,6 @@ REQUESTS = requests(200, MODEL.vocab_size)
 UNCHANGED = [each for each in REQUESTS if not each.params.changes_logits]
 PLAIN = UNCHANGED[:40]
 """They need fewer programs."""
-
-ALONE: dict[str, Any] = {
-    "page_size": 16,
-    "num_kv_tokens": 1024,
-    "max_running_requests": 1,
-    "token_buckets": (64,),
-    "chunked_prefill_size": 64,
-    "decode_steps": 1,
-}
 
 
 class Geometry(NamedTuple):

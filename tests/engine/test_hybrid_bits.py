@@ -19,7 +19,15 @@ from sgljax_engine.layers.kernels import CpuKernels, Kernels, XlaKernels
 from sgljax_engine.model_config import LinearAttentionConfig
 from sgljax_engine.runner.batches.page_ids import NO_SLOT
 from sgljax_engine.xla_options import compiler_options
-from tests.engine.determinism_cases import Interrupter, Way, make_engine, requests, run, using
+from tests.engine.determinism_cases import (
+    ALONE,
+    Interrupter,
+    Way,
+    make_engine,
+    requests,
+    run,
+    using,
+)
 from tests.engine.exactness_checks import check_bits
 from tests.engine.models import HYBRID, spread_weights
 from tests.engine.native_cases import needs_machine_code
@@ -31,15 +39,7 @@ ASKED = [
     for each in requests(40, MODEL.vocab_size)
     if not each.params.changes_logits
 ][:12]
-ALONE: dict[str, Any] = {
-    "page_size": 16,
-    "num_kv_tokens": 1024,
-    "max_running_requests": 1,
-    "token_buckets": (64,),
-    "chunked_prefill_size": 64,
-    "decode_steps": 1,
-    "disable_radix_cache": True,
-}
+UNCACHED: dict[str, Any] = {**ALONE, "disable_radix_cache": True}
 SMALL: dict[str, Any] = {
     "page_size": 4,
     "num_kv_tokens": 128,
@@ -68,7 +68,7 @@ def backend(request):
 @pytest.fixture(scope="module")
 def alone(backend):
     """Each request by itself, a token a dispatch."""
-    with make_engine(ALONE, MODEL) as engine:
+    with make_engine(UNCACHED, MODEL) as engine:
         found = run(engine, ASKED, Way({}))
     assert len({bits.tokens for bits in found}) == len(ASKED)
     return found
