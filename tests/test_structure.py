@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+TESTS = ROOT / "tests"
 PACKAGES = {
     "sgljax_engine": ROOT / "engine" / "sgljax_engine",
     "tunix_sgljax": ROOT / "tunix_sgljax",
@@ -169,6 +170,18 @@ def test_adapter_uses_the_engines_public_names_only():
             if is_within(imported, "sgljax_engine"):
                 inner = imported.removeprefix("sgljax_engine.")
                 assert inner in public, f"tunix_sgljax.{name} imports {imported}"
+
+
+def test_tests_reach_into_an_engine_through_one_module():
+    """Else each move of its parts would break tests that do not care where they are."""
+    own = {TESTS / "inside.py", Path(__file__)}
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in sorted(set(TESTS.rglob("*.py")) - own)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if re.search(r"\w\)?\._group\b", line)
+    ]
+    assert found == [], "tests/inside.py knows the way"
 
 
 def test_no_environment_reads_below_the_command_line():

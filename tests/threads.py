@@ -16,6 +16,7 @@ from sgljax_engine import Engine, EngineShutdownError, RequestOutput
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.callers import Callers
 from sgljax_engine.types import Request
+from tests import inside
 
 LIMIT_S = 600
 """Far more than anything takes on a slow machine, compiling included; what waits longer hangs."""
@@ -114,11 +115,11 @@ def is_gated(engine: Engine) -> bool:
 def take_steps(engine: Engine, count: int = 1) -> None:
     """Has a gated engine take steps, as far as there is something to do."""
     assert is_gated(engine)
-    cores = [loop._core for loop in engine._group.loops]
+    cores = inside.cores(engine)
     _set_steps(engine, count)
     # Answered between two steps, or when none can be taken.
     can_step = functools.partial(cmd.Run, lambda: any(core.can_step for core in cores))
-    while engine._calls.ask(can_step):
+    while inside.ask(engine, can_step):
         pass
     _set_steps(engine, 0)
 
@@ -146,14 +147,14 @@ def first_piece(stream: Iterator[_T]) -> _T:
 
 
 def _set_steps(engine: Engine, count: int | None) -> None:
-    cores = [loop._core for loop in engine._group.loops]
+    cores = inside.cores(engine)
 
     def set_all() -> None:
         for core in cores:  # not the engine, which this would keep alive
             core.steps_left = count
 
     with contextlib.suppress(EngineShutdownError):
-        engine._group.submit(cmd.Run(set_all, Future()))
+        inside.submit(engine, cmd.Run(set_all, Future()))
 
 
 @contextlib.contextmanager
@@ -165,7 +166,7 @@ def held(engine: Engine) -> Iterator[None]:
         reached.set()
         let_go.wait(LIMIT_S)
 
-    engine._group.submit(cmd.Run(wait, Future()))
+    inside.submit(engine, cmd.Run(wait, Future()))
     assert reached.wait(LIMIT_S)
     try:
         yield

@@ -23,6 +23,7 @@ from tunix.rl.grpo.grpo_learner import GRPOLearner
 from tunix.rl.rl_cluster import RLCluster, Role
 
 from sgljax_engine import InvalidConfigError, localize
+from tests import inside
 from tests import tunix_reference as ref
 from tests.adapter import grpo_parts as parts
 from tests.adapter.helpers import ENGINE_OPTIONS, new_rollout, params_of, text_of
@@ -107,8 +108,8 @@ def refuse(rank: int) -> None:
     rollout = new_rollout(model, mesh=mesh)
     assert rollout.mesh is mesh
     weights = [
-        loop._core.runner.weights["model.layers.0.mlp.up_proj.weight"]
-        for loop in rollout.engine._group.loops
+        core.runner.weights["model.layers.0.mlp.up_proj.weight"]
+        for core in inside.cores(rollout.engine)
     ]
     assert set().union(*(w.devices() for w in weights)) == set(jax.local_devices())
     assert {w.addressable_shards[0].data.size * 2 for w in weights} == {weights[0].size}

@@ -14,8 +14,8 @@ from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 from sgljax_engine import InvalidConfigError
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.io_struct import PauseGenerationReqInput
+from tests import inside, tunix_releases
 from tests import tunix_reference as ref
-from tests import tunix_releases
 from tests.adapter.agentic_parts import (
     GROUP,
     PER_STEP,
@@ -52,7 +52,7 @@ class InterruptedRollout(SnapshotRollout):
         super().__init__(**arguments)
         self._updating = threading.Event()
         self._paused = Future()
-        self._core = self.engine._group.loops[0]._core
+        self._core = inside.core(self.engine)
         self._step, self._core.step = self._core.step, self._step_and_pause
 
     def generate(self, prompts, rollout_config, **kwargs):
@@ -80,7 +80,7 @@ class InterruptedRollout(SnapshotRollout):
         is_due = self._updating.is_set() and self._core.counters.num_decode_rows >= self._pause_at
         if is_due and not self._paused.done():
             pause = PauseGenerationReqInput(mode="in_place")
-            self.engine._group.submit(cmd.Pause(pause, self._paused))
+            inside.submit(self.engine, cmd.Pause(pause, self._paused))
 
 
 @pytest.fixture

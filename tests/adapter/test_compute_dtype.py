@@ -12,6 +12,7 @@ import pytest
 from tunix.models.qwen2 import model as qwen2
 
 from sgljax_engine.placement import shardings as placement
+from tests import inside
 from tests import tunix_families as families
 from tests import tunix_reference as ref
 from tests.adapter.helpers import new_rollout, params_of, rollout_config, text_of
@@ -64,7 +65,7 @@ def dtypes_of(arrays):
 def test_the_engine_computes_as_the_trainer_does(model):
     rollout = rollout_of(model)
     assert rollout.dtype == "bfloat16"
-    runner = rollout.engine._group.loops[0]._core.runner
+    runner = inside.runner(rollout.engine)
     assert dtypes_of(runner.kv_memory.kv) == {"bfloat16"}
     for _ in range(2):
         norms = {name: weight for name, weight in runner.weights.items() if "norm" in name}

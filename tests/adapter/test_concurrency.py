@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from sgljax_engine import EngineShutdownError, SamplingParams
+from tests import inside
 from tests import tunix_reference as ref
 from tests.adapter.helpers import VOCAB_SIZE, new_rollout, params_of, rollout_config, text_of
 from tests.threads import LIMIT_S, held, start
@@ -191,7 +192,7 @@ def crowd_call(rollout, call):
 
 def recorded_batches(rollout):
     """The decode rows of each dispatch from now on."""
-    runner, sizes = rollout.engine._group.loops[0]._core.runner, []
+    runner, sizes = inside.runner(rollout.engine), []
     decode = runner.decode
 
     def recorded(output):
@@ -212,8 +213,8 @@ def test_64_callers_are_one_batch_on_the_device(model, crowd):
         with held(engine):
             callers = [start(lambda call=call: crowd_call(rollout, call)) for call in calls]
             deadline = time.monotonic() + LIMIT_S
-            while engine._group.loops[0]._tasks.qsize() < CROWD:
-                assert time.monotonic() < deadline, engine._group.loops[0]._tasks.qsize()
+            while inside.tasks(engine).qsize() < CROWD:
+                assert time.monotonic() < deadline, inside.tasks(engine).qsize()
                 time.sleep(0.001)
         outputs = [caller.result(LIMIT_S) for caller in callers]
         counters = engine.get_internal_state().counters

@@ -25,6 +25,7 @@ from sgljax_engine import (
     WeightSyncError,
     model_config_from_hf,
 )
+from tests import inside
 from tests import tunix_reference as ref
 from tests.adapter.helpers import (
     ENGINE_OPTIONS,
@@ -234,7 +235,7 @@ def test_fields_reach_the_engine(make_rollout):
 def test_data_type_is_that_of_the_engine(make_rollout):
     """None is the actor's. Weights of norms are float32 in any case."""
     for data_type, expected in ((None, "float32"), (jnp.float32, "float32"), ("bfloat16",) * 2):
-        runner = make_rollout(config={"data_type": data_type}).engine._group.loops[0]._core.runner
+        runner = inside.runner(make_rollout(config={"data_type": data_type}).engine)
         norms = {name for name in runner.weights if "norm" in name}
         others = [weight for name, weight in runner.weights.items() if name not in norms]
         assert {array.dtype.name for array in jax.tree.leaves((others, runner.kv_memory.kv))} == {

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from sgljax_engine import InvalidConfigError, WeightSyncError
-from tests import lora_models
+from tests import inside, lora_models
 from tests import tunix_reference as ref
 from tests.adapter.helpers import (
     VOCAB_SIZE,
@@ -183,7 +183,7 @@ def test_pairs_are_never_merged_into_merged_weights(serving):
 
 def test_weights_without_pairs_are_not_made_again(serving):
     """What serves on is the very array that served before; with an adapter, all of the base."""
-    runner = serving.rollout.engine._group.loops[0]._core.runner
+    runner = inside.runner(serving.rollout.engine)
     before = dict(runner.weights)
     serving.rollout.update_params(lora_models.draw(serving.model, 2), FILTER)
     changed = {name for name, weight in runner.weights.items() if weight is not before[name]}

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from tunix.rl.grpo.grpo_learner import GRPOLearner
 from tunix.rl.rl_cluster import RLCluster, Role
 from sgljax_engine import InvalidConfigError
+from tests import inside
 from tests.adapter import grpo_parts as parts
 from tests.adapter.helpers import ENGINE_OPTIONS
 from tunix_sgljax import SglJaxRollout
@@ -35,7 +36,7 @@ cluster = RLCluster(**made.arguments)
 assert cluster.rollout.mesh is sampler
 GRPOLearner(cluster, parts.grpo_config(), parts.reward).train(parts.list_batches())
 parts.check_trained(cluster)
-core = cluster.rollout.engine._group.loops[0]._core
+core = inside.core(cluster.rollout.engine)
 weight = core.runner.weights["model.layers.0.mlp.up_proj.weight"]
 assert weight.devices() == set(devices[2:])
 assert weight.addressable_shards[0].data.size * 2 == weight.size
@@ -64,6 +65,7 @@ from jax._src.array import ArrayImpl
 from jax.sharding import Mesh
 from tunix.rl.grpo.grpo_learner import GRPOLearner
 from tunix.rl.rl_cluster import RLCluster, Role
+from tests import inside
 from tests.adapter import grpo_parts as parts
 from tests.adapter.helpers import ENGINE_OPTIONS, params_of
 from tunix_sgljax import SglJaxRollout
@@ -111,7 +113,7 @@ for sampler in (trainer, others):
         (parts.list_batches() + parts.list_batches())[:3]
     )
     assert cluster.global_steps == cluster.rollout.weight_version == 3
-    weights = cluster.rollout.engine._group.loops[1]._core.runner.weights
+    weights = inside.cores(cluster.rollout.engine)[1].runner.weights
     assert {d for w in weights.values() for d in w.devices()} == {sampler.devices[1, 0]}
     trained.append(jax.tree.map(np.asarray, params_of(cluster.actor_trainer.model)))
     cluster.rollout.close()
@@ -178,6 +180,7 @@ KV_COPIES = """
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from tests import inside
 from tests import tunix_families as families
 from tests.adapter.helpers import new_rollout, params_of, tokens_of
 
@@ -191,7 +194,7 @@ for params in map(params_of, (other, model)):
         assert each.find_differing_weights(params) == []
     assert rollout.engine.get_weights_checksum() == single.engine.get_weights_checksum()
     assert tokens_of(rollout, prompts) == tokens_of(single, prompts)
-pages = rollout.engine._group.loops[0]._core.runner.kv_memory.kv.layers[0].k
+pages = inside.runner(rollout.engine).kv_memory.kv.layers[0].k
 assert {shard.data.shape for shard in pages.addressable_shards} == {pages.shape}
 rollout.close()
 single.close()

@@ -10,7 +10,7 @@ import pytest
 
 from sgljax_engine import InvalidConfigError, InvalidRequestError
 from sgljax_engine.runner import runner as runner_module
-from tests import tunix_families
+from tests import inside, tunix_families
 from tests import tunix_reference as ref
 from tests.adapter.helpers import (
     ENGINE_OPTIONS,
@@ -50,7 +50,7 @@ def report_of(rollout, model, prompts=PROMPTS, batch_size=None, **changes):
 def spoilt(make_rollout):
     """A rollout of its own, with bad token ids so that no pad id is sampled, and its runner."""
     rollout = make_rollout(decode_steps=1, sampling_params={"bad_token_ids": [ref.PAD_ID]})
-    return rollout, rollout.engine._group.loops[0]._core.runner
+    return rollout, inside.runner(rollout.engine)
 
 
 def request_of(requests):

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from sgljax_engine import EngineError, InvalidConfigError, WeightSyncError
+from tests import inside
 from tests import tunix_reference as ref
 from tests.adapter.helpers import (
     VOCAB_SIZE,
@@ -306,7 +307,7 @@ def pointers(arrays):
 
 
 def engine_weights(rollout):
-    weights = rollout.engine._group.loops[0]._core.runner.weights
+    weights = inside.runner(rollout.engine).weights
     assert len(weights) >= 10
     return weights
 
@@ -375,7 +376,7 @@ def test_old_weights_are_let_go(serving, other_model):
 def test_close_frees_the_memory(model):
     rollout = new_rollout(model)
     tokens_of(rollout, PROMPTS)
-    runner = rollout.engine._group.loops[0]._core.runner
+    runner = inside.runner(rollout.engine)
     arrays = [weakref.ref(a) for a in jax.tree.leaves((runner.weights, runner.kv_memory.kv))]
     del runner
     rollout.close()

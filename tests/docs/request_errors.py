@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from sgljax_engine import Engine, hf_rules
+from tests import inside
 from tests.adapter.helpers import new_rollout, rollout_config
 from tests.docs.error_cases import OPTIONS, Parts, Producers, held_request, new_engine
 from tests.engine.models import TINY, spread_weights
@@ -216,14 +217,14 @@ def _(_: Parts):
 def _(_: Parts):
     with new_engine() as engine:
         # What a device that lost an array does: the program cannot run.
-        next(iter(engine._group.loops[0]._core.runner.weights.values())).delete()
+        next(iter(inside.runner(engine).weights.values())).delete()
         engine.generate(input_ids=[1])
 
 
 @produces("failed_offload")
 def _(_: Parts):
     with new_engine() as engine:
-        next(iter(engine._group.loops[0]._core.runner.weights.values())).delete()
+        next(iter(inside.runner(engine).weights.values())).delete()
         engine.sleep()
 
 

@@ -12,6 +12,7 @@ from sgljax_engine import Engine, EngineStateError
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.io_struct import SLEEP_TAGS, AbortReq, FlushCacheReqInput, SleepTag
 from sgljax_engine.observability.metrics import EngineState
+from tests import inside
 from tests.engine.interrupt_calls import Call, Result
 from tests.engine.interrupt_model import History, References, Swap
 from tests.threads import LIMIT_S
@@ -78,7 +79,7 @@ class ExpectedState:
     def send(self, command: Callable[[Future[Any]], cmd.Command]) -> Future[Any]:
         """Asks, without waiting; in the order of the calls."""
         future: Future[Any] = Future()
-        self.engine._group.submit(command(future))
+        inside.submit(self.engine, command(future))
         return future
 
     def state(self) -> EngineState:

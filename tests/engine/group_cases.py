@@ -48,6 +48,7 @@ from sgljax_engine.model_config import KVShape
 from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.placement.submeshes import place
 from sgljax_engine.runner.warmup import warm_calls
+from tests import inside
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.threads import LIMIT_S, gate_steps, start, take_steps, wait_for
 
@@ -80,7 +81,7 @@ def outputs(engine: Engine, params: SamplingParams = GREEDY) -> list[list[int]]:
 
 
 def cores(engine: Engine) -> list[EngineCore]:
-    return [loop._core for loop in engine._group.loops]
+    return inside.cores(engine)
 
 
 def wait_until_waiting(engine: Engine, count: int) -> None:

@@ -28,6 +28,7 @@ from sgljax_engine import (
     logical_rules,
 )
 from sgljax_engine.core import commands as cmd
+from tests import inside
 from tests.engine.models import TINY, logical_weights
 from tests.engine.small_tokenizers import CharTokenizer
 from tests.interrupted import interrupt_everywhere, real_interrupts
@@ -80,9 +81,9 @@ def check_idle(engine: Engine) -> None:
     state = engine.get_internal_state()
     assert state.running_batch_size == state.waiting_queue_size == 0
     assert {each.weight_version for each in state.engines} == {engine.weight_version}
-    assert not engine._group.groups._groups
-    assert not engine._group.groups._names
-    assert engine._group._router.loads == (0, 0)
+    assert not inside.group(engine).groups._groups
+    assert not inside.group(engine).groups._names
+    assert inside.group(engine)._router.loads == (0, 0)
 
 
 def both(engine: Engine, params: SamplingParams = GREEDY) -> list[list[int]]:
@@ -122,7 +123,7 @@ def refused_swaps(engine: Engine, expected: list[list[int]]) -> None:
             assert both(engine) == expected
             if call is not None:
                 assert [len(ids) for ids in call.result(LIMIT_S)] == [200, 200]
-            assert not any(loop._core.pauses.holds_new_requests for loop in engine._group.loops)
+            assert not any(core.pauses.holds_new_requests for core in inside.cores(engine))
             assert engine.weight_version == version
     engine.unload_adapter("a")
     check_idle(engine)
@@ -194,22 +195,22 @@ def hooks(engine: Engine, expected: list[list[int]]) -> None:
         raise SystemExit("planted")
 
     with pytest.raises(SystemExit, match="planted"):
-        engine._calls.ask(functools.partial(cmd.Run, leave))
+        inside.ask(engine, functools.partial(cmd.Run, leave))
     with pytest.raises(SystemExit, match="planted"):
-        engine._calls.ask(functools.partial(cmd.Warmup, True, True, Progress()))
+        inside.ask(engine, functools.partial(cmd.Warmup, True, True, Progress()))
     assert both(engine) == expected
     check_idle(engine)
 
 
 def paused_together(engine: Engine, expected: list[list[int]]) -> None:
     """A pause that one engine cannot do is done by none."""
-    for loop in engine._group.loops:
+    for core in inside.cores(engine):
         with pytest.MonkeyPatch.context() as patch:
 
             def fail() -> None:
                 raise RuntimeError("planted")
 
-            patch.setattr(loop._core.runner.kv_memory, "wait", fail)
+            patch.setattr(core.runner.kv_memory, "wait", fail)
             for mode in ("abort", "retract", "in_place"):
                 with pytest.raises(RuntimeError, match="planted"):
                     engine.pause_generation(mode)
@@ -292,8 +293,8 @@ def blocked_source() -> None:
             with pytest.raises(EngineShutdownError):
                 call.result(LIMIT_S)
         go_on.set()
-        engine._group._weights.thread.join(LIMIT_S)
-        assert not engine._group._weights.thread.is_alive()
+        inside.weights_thread(engine).join(LIMIT_S)
+        assert not inside.weights_thread(engine).is_alive()
 
 
 RULES = logical_rules(TINY)
@@ -302,7 +303,7 @@ RULES = logical_rules(TINY)
 def stopped_while_handing_out() -> None:
     """A finalizer that shuts down in the middle of a hand-out leaves no engine waiting."""
     with make() as engine:
-        group = engine._group
+        group = inside.group(engine)
         real = group.loops[0].submit
 
         def submit(task: cmd.Task) -> None:

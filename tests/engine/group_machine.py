@@ -26,6 +26,7 @@ from jax.sharding import Mesh
 from sgljax_engine import EngineStateError, LoraRule, SamplingParams, WeightSyncError, logical_rules
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.io_struct import AbortReq, PauseMode
+from tests import inside
 from tests.engine import interrupt_model
 from tests.engine import test_interrupt_machine as single
 from tests.engine.expected_state import Update
@@ -281,7 +282,7 @@ def main(num_examples: int, num_steps: int) -> bool:
     test = single.machine(num_examples, GroupMachine, num_steps)
     suite = unittest.defaultTestLoader.loadTestsFromTestCase(test)
     is_well = unittest.TextTestRunner().run(suite).wasSuccessful()
-    groups = make_subject().engine._group.groups
+    groups = inside.group(make_subject().engine).groups
     assert not is_well or not (groups._groups or groups._names)
     counts = "num_examples", "num_steps", "num_interrupts", "num_refused"
     sys.stdout.write(f"{ {name: getattr(GroupMachine, name) for name in counts} }\n")

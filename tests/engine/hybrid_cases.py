@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from sgljax_engine import Engine, SamplingParams
+from tests import inside
 from tests.engine.exactness_checks import check_golden_scores, golden_prompts
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -39,7 +40,7 @@ def main(case: str) -> None:
         check_golden_scores(engine, golden)
         engine.sleep(level=1, preserve_state=True)
         engine.wake_up()
-        memory = engine._group.loops[0]._core.runner.kv_memory
+        memory = inside.runner(engine).kv_memory
         report = engine.get_internal_state().memory
         matrix = memory.kv.states[0].matrix
         heads = [shard.data.shape[1] for shard in matrix.addressable_shards]

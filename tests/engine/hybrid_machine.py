@@ -9,13 +9,14 @@ from __future__ import annotations
 import sys
 import unittest
 
+from tests import inside
 from tests.engine import interrupt_model, test_interrupt_machine
 from tests.engine.models import HYBRID
 
 if __name__ == "__main__":
     interrupt_model.use(HYBRID, num_state_slots=4)
     subject = test_interrupt_machine.make_subject()
-    assert subject.engine._group.loops[0]._core.pool.states is not None
+    assert inside.core(subject.engine).pool.states is not None
     num_examples, num_steps = map(int, sys.argv[1:])
     test = test_interrupt_machine.machine(num_examples, num_steps=num_steps)
     result = unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(test))

@@ -12,6 +12,7 @@ from sgljax_engine import Engine, EngineStateError, RequestOutput, SamplingParam
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.processing.futures import Answer
 from sgljax_engine.processing.input_processor import LogprobArgs
+from tests import inside
 from tests.threads import LIMIT_S, start
 
 
@@ -240,5 +241,5 @@ class Caller:
             None, params, [prompt], LogprobArgs(), False, [rid], lora
         )
         futures = [CountingFuture() for _ in requests]
-        engine._group.submit(cmd.AddRequests(requests, [Answer(future) for future in futures]))
+        inside.submit(engine, cmd.AddRequests(requests, [Answer(future) for future in futures]))
         return PlainCall(engine=engine, requests=requests, futures=futures, **facts)

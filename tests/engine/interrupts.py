@@ -13,6 +13,7 @@ import pytest
 
 from sgljax_engine import Engine, EngineState, RequestOutput, SamplingParams
 from sgljax_engine.runner.kv import saved_pages
+from tests import inside
 from tests.engine.models import TINY, spread_weights
 from tests.threads import LIMIT_S, gate_steps, held, running, start, take_steps, wait_for
 
@@ -70,7 +71,7 @@ def start_all(
         calls = [
             start(lambda ids=ids: engine.generate_requests([ids], params)[0]) for ids in prompts
         ]
-        wait_for(lambda: engine._group.loops[0]._tasks.qsize() >= len(prompts))
+        wait_for(lambda: inside.tasks(engine).qsize() >= len(prompts))
     num = before.num_first_tokens + len(prompts)
     wait_until(engine, lambda state: state.counters.num_first_tokens >= num)
     return calls
@@ -83,7 +84,7 @@ def update_in_flight(engine: Engine, source: Any, **options: Any) -> int:
     """
     with held(engine):
         update = start(lambda: engine.update_weights(source, **options))
-        wait_for(lambda: not engine._group.loops[0]._tasks.empty())
+        wait_for(lambda: not inside.tasks(engine).empty())
     return update.result(LIMIT_S)
 
 

@@ -15,6 +15,7 @@ import threading
 import time
 
 from sgljax_engine.engine import Engine
+from tests import inside
 from tests.engine.models import TINY, spread_weights
 from tests.engine.rollout_to_kill import NUM_LONG, NUM_REQUESTS, OPTIONS, PARAMS, PROMPTS, RIDS
 
@@ -25,7 +26,7 @@ def tell(*words: object) -> None:
 
 def linger(engine: Engine) -> None:
     """Once only the long requests are left, a step takes its time: a killer may come late."""
-    core = engine._group.loops[0]._core
+    core = inside.core(engine)
     step = core.step
 
     def step_late() -> None:

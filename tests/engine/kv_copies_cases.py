@@ -20,6 +20,7 @@ from sgljax_engine import Engine, InvalidConfigError, ModelConfig, SamplingParam
 from sgljax_engine.placement.submeshes import place
 from sgljax_engine.preview import preview_engine
 from sgljax_engine.runner.kv import saved_pages
+from tests import inside
 from tests.engine.interrupts import LONG, results, start_all, tokens_of, update_in_flight
 from tests.engine.models import TINY, random_prompts, spread_weights
 
@@ -50,7 +51,7 @@ def mesh_of(*shape: int, axes: tuple[str, ...] = ("fsdp", "tp")) -> Mesh:
 
 def runner_of(engine: Engine) -> Any:
     """The engine's runner."""
-    return engine._group.loops[0]._core.runner
+    return inside.runner(engine)
 
 
 def shard_bytes(arrays: Any, device: Any) -> int:
@@ -189,7 +190,7 @@ def check_sleep(engine: Engine, whole: list[list[int]]) -> None:
         freed = engine.sleep(2, preserve_state=True)
         assert freed == report.weights_bytes + report.kv_bytes + report.contiguous_kv_bytes
         # Copies on several devices are kept once.
-        weights = engine._group.loops[0]._core.sleep_manager._copies.weights
+        weights = inside.core(engine).sleep_manager._copies.weights
         assert weights is not None
         assert sum(w.nbytes for w in weights.values()) == 4 * sum(
             int(np.prod(w.shape)) for w in weights.values()

@@ -22,6 +22,7 @@ from sgljax_engine.layers.tpu import TpuHeads
 from sgljax_engine.model_config import KVShape
 from sgljax_engine.placement.submeshes import place
 from sgljax_engine.preview import preview_engine
+from tests import inside
 from tests.engine.group_cases import KernelCase, one_device
 from tests.engine.models import MIXED_HEADS, SHARED_KEYS, random_prompts, spread_weights
 
@@ -76,7 +77,7 @@ def check_same(found: list[RequestOutput], expected: list[RequestOutput]) -> Non
 
 def check_memory(engine: Engine, model: ModelConfig, mesh: Mesh) -> None:
     """Each device holds its kv heads of every cached layer, and the report counts all of them."""
-    runner, tp_size = engine._group.loops[0]._core.runner, mesh.size
+    runner, tp_size = inside.runner(engine), mesh.size
     report = engine.get_internal_state().memory
     layers = runner.kv_memory.kv.layers
     assert len(layers) == len(model.cached_kv)

@@ -23,6 +23,7 @@ from sgljax_engine import (
 )
 from sgljax_engine.builder.sources import dummy_weights
 from sgljax_engine.core.adapters import AdapterRegistry
+from tests import inside
 from tests.engine.models import TINY, logical_weights
 from tests.threads import LIMIT_S
 
@@ -432,7 +433,7 @@ def test_engines_without_adapters_refuse_them():
         engine.load_adapter("one", *make_adapter(1))
     with pytest.raises(InvalidRequestError, match="lora 'one' is not loaded; loaded: none"):
         generate(engine, "one")
-    assert not any("lora" in name for name in engine._group.loops[0]._core.runner.weights)
+    assert not any("lora" in name for name in inside.runner(engine).weights)
     engine.shutdown()
 
 
@@ -458,9 +459,7 @@ def test_first_adapters_and_few_targets(merged):
     adapter = make_adapter(4, kinds=kinds)
     engine = make_engine(lora_targets=kinds, adapters={"first": adapter})
     assert engine.weight_version == 0
-    slots = [
-        name for name in engine._group.loops[0]._core.runner.weights if name.endswith(".lora_a")
-    ]
+    slots = [name for name in inside.runner(engine).weights if name.endswith(".lora_a")]
     assert len(slots) == 2 * TINY.num_layers
     other = make_engine(max_loras=0)
     other.update_weights(logical_weights(TINY) | adapter[0], adapter[1])

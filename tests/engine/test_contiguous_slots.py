@@ -10,6 +10,7 @@ import pytest
 from sgljax_engine import SamplingParams
 from sgljax_engine.runner.batches.batch import build_decode_batch
 from sgljax_engine.runner.kv.contiguous_slots import ContiguousSlots
+from tests import inside
 from tests.engine.interrupts import make_engine, results, start_all, tokens_of, wait_until
 from tests.engine.models import make_requests, random_prompts, spread_weights
 
@@ -76,7 +77,7 @@ def expected(engine):
 
 def recorded(engine):
     """Collects `num_ready` of all decode dispatches."""
-    programs = engine._group.loops[0]._core.runner.programs
+    programs = inside.runner(engine).programs
     found, original = [], programs.run
 
     def run(call, state):

@@ -12,6 +12,7 @@ from sgljax_engine.runner.results import PendingDecode
 from sgljax_engine.sampling.logprobs import ExtraLogprobs
 from sgljax_engine.sampling_params import LogprobOptions, SamplingParams
 from sgljax_engine.types import TopLogprobs
+from tests import inside
 from tests.engine.interrupts import make_engine
 from tests.engine.models import make_requests
 
@@ -129,7 +130,7 @@ def test_each_request_gets_the_results_of_its_row():
 def test_a_dispatch_ends_when_the_rows_left_fit_a_smaller_program(lengths, dispatches):
     found = []
     with make_engine(batch_buckets=(2, 4), max_running_requests=4, decode_steps=8) as engine:
-        runner = engine._group.loops[0]._core.runner
+        runner = inside.runner(engine)
         decode = runner.decode
 
         def spied(output):

@@ -18,6 +18,7 @@ from sgljax_engine.builder import parts
 from sgljax_engine.layers import kernels
 from sgljax_engine.runner.compile import compiled
 from sgljax_engine.runner.compile.widths import CANDIDATES
+from tests import inside
 from tests.engine.determinism_cases import (
     ALONE,
     MODEL,
@@ -142,7 +143,7 @@ def test_no_bit_differs(backend, alone, index):
     with make_engine(way.options) as engine:
         check_bits(run(engine, asked, way), alone)
         if backend == "portable":  # Large pools are read in rows, small ones retract.
-            kv_memory = engine._group.loops[0]._core.runner.kv_memory
+            kv_memory = inside.runner(engine).kv_memory
             assert bool(kv_memory.contiguous_kv) == (index == 0)
             assert index == 0 or engine.get_internal_state().counters.num_retractions
         if isinstance(way.interrupt, Interrupter):
@@ -193,7 +194,7 @@ def test_a_head_dim_that_rows_do_not_take():
     asked = {"enable_deterministic_sampling": True}
     with make_engine(ALONE | asked, model) as engine:
         expected = run(engine, PLAIN, Way({}))
-        assert engine._group.loops[0]._core.runner.kv_memory.contiguous_kv == ()
+        assert inside.runner(engine).kv_memory.contiguous_kv == ()
     with make_engine({**way.options, **asked}, model) as engine:
         check_bits(run(engine, PLAIN, way), expected)
 

@@ -26,6 +26,7 @@ from sgljax_engine import (
     SamplingParams,
     WeightSyncError,
 )
+from tests import inside
 from tests.compilation import recorded_programs
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.small_tokenizers import CharTokenizer
@@ -395,7 +396,7 @@ class TestAsync:
 
 class TestFailure:
     def test_failing_step_fails_its_requests_only(self, engine, one_at_a_time, monkeypatch):
-        runner = engine._group.loops[0]._core.runner
+        runner = inside.runner(engine)
         real = runner.decode
 
         def broken(output):
@@ -415,7 +416,7 @@ class TestFailure:
 
     def test_waiting_requests_survive_a_failing_step(self, one_at_a_time, monkeypatch):
         with make_engine(max_running_requests=1) as small:
-            runner = small._group.loops[0]._core.runner
+            runner = inside.runner(small)
             real, calls = runner.decode, []
 
             def flaky(output):
@@ -496,7 +497,7 @@ class TestLife:
         other = make_engine()
         other.generate(input_ids=[1, 2], sampling_params=GREEDY)
         alive = weakref.ref(other)
-        loop_thread = other._group.loops[0]._thread
+        loop_thread = inside.thread(other)
         del other
         gc.collect()
         assert alive() is None

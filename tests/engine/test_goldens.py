@@ -16,6 +16,7 @@ from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.kernels import XlaKernels
 from sgljax_engine.models.registry import MODELS
 from sgljax_engine.placement import submeshes
+from tests import inside
 from tests.engine.exactness_checks import check_golden, check_golden_scores
 from tests.tiers import tiered
 
@@ -91,7 +92,7 @@ def test_without_jit_compiled_kernels(name, layout, monkeypatch):
     monkeypatch.setattr(submeshes, "default_layout", lambda platform: layout)
     golden = np.load(GOLDEN / name / "golden.npz")
     with Engine(GOLDEN / name, dtype="float32", **OPTIONS) as engine:
-        context = engine._group.loops[0]._core.runner._static.context
+        context = inside.runner(engine)._static.context
         assert isinstance(context.kernels, XlaKernels)
         assert context.layout is layout
         check_golden(engine, golden)

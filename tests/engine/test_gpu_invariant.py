@@ -24,6 +24,7 @@ from sgljax_engine.layers import fused
 from sgljax_engine.layers import invariant as layers
 from sgljax_engine.layers.rope import rope_tables, rope_timescales
 from sgljax_engine.runner.batches.page_ids import NO_SLOT
+from tests import inside
 from tests.engine.determinism_cases import MODEL, Way, make_engine, requests, run, using
 from tests.engine.exactness_checks import check_bits
 from tests.engine.gpu_interpreted import INVARIANT, OPTIONS, use_gpu_kernels
@@ -246,7 +247,7 @@ OTHERS = {
 def check_engine(options: dict[str, Any], speculation: str) -> None:
     """The bits of requests alone; in batches, in chunks, with shared prefixes; and scored."""
     with make_engine(ALONE | options, SERVED) as engine:
-        static = engine._group.loops[0]._core.runner._static
+        static = inside.runner(engine)._static
         assert static.context.kernels == layers.InvariantKernels.make()
         assert static.context.tile_widths == ()
         expected = run(engine, ASKED, Way({}))

@@ -18,6 +18,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "standard")
 jax.config.update("jax_compilation_cache_dir", {cache!r})
 from sgljax_engine import Engine, SamplingParams
+from tests import inside
 from tests.engine.models import TINY, random_prompts, spread_weights
 
 handlers = {{s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)}}
@@ -29,7 +30,7 @@ with Engine(model_config=TINY, weights=spread_weights()) as engine:
     again = engine.generate_requests(random_prompts(3, 1, 30), params)
     assert [o.output_ids for o in outs] == [o.output_ids for o in again]
     engine.score([[1, 2, 3]])
-    assert all(w.dtype == np.float32 for w in engine._group.loops[0]._core.runner.weights.values())
+    assert all(w.dtype == np.float32 for w in inside.runner(engine).weights.values())
 assert handlers == {{s: signal.getsignal(s) for s in handlers}}
 assert before == {{name: getattr(jax.config, name) for name in before}}
 print([o.output_ids for o in outs])
@@ -58,6 +59,7 @@ import gc, os
 import jax
 jax.config.update("jax_compilation_cache_dir", {cache!r})
 from sgljax_engine import Engine
+from tests import inside
 from tests.engine.models import TINY, spread_weights
 
 engine = Engine(model_config=TINY, weights=spread_weights())
@@ -65,7 +67,7 @@ stream = lambda: engine.generate(None, {{"max_new_tokens": 200}}, [1], stream=Tr
 
 # A collection that ends a stream, and then one that ends the engine of this loop, both while a
 # thread submits something else to it.
-group, getpid = engine._group, os.getpid
+group, getpid = inside.group(engine), os.getpid
 def collecting():
     os.getpid = getpid
     gc.collect()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from sgljax_engine import Engine, EngineShutdownError, EngineStateError
+from tests import inside
 from tests.engine.interrupt_calls import Call, Caller
 from tests.engine.interrupt_model import OPTIONS, WEIGHTS
 from tests.engine.models import TINY, random_prompts
@@ -70,7 +71,7 @@ def bring_about(engine: Engine, situation: str) -> list[Future[Any]]:
         elif verb == "updating":
             update = start(functools.partial(engine.update_weights, WEIGHTS[1], mode=mode))
             if mode == "wait":
-                scheduler = engine._group.loops[0]._core.scheduler
+                scheduler = inside.core(engine).scheduler
                 wait_for(lambda: update.done() or not scheduler.admits_new)  # noqa: B023
             asked.append(update)
     return asked

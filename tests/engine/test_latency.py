@@ -10,6 +10,7 @@ import pytest
 
 from sgljax_engine import Engine, SamplingParams
 from sgljax_engine.core import commands as cmd
+from tests import inside
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.threads import held, start, wait_for
 
@@ -27,7 +28,7 @@ def engine():
 def test_time_to_first_token_begins_with_the_call(engine):
     with held(engine):
         answer = start(lambda: engine.generate(None, GREEDY, [1, 2, 3]))
-        wait_for(lambda: not engine._group.loops[0]._tasks.empty())
+        wait_for(lambda: not inside.tasks(engine).empty())
         time.sleep(WAIT_S)
     meta = answer.result()["meta_info"]
     assert WAIT_S <= meta["time_to_first_token"] < meta["e2e_latency"]
@@ -45,11 +46,11 @@ def test_time_to_first_token_is_that_of_one_dispatch(engine):
 def test_time_to_first_token_of_a_request_without_tokens(engine):
     with held(engine):
         answer = start(lambda: engine.generate_requests([[6]], SamplingParams())[0])
-        tasks = engine._group.loops[0]._tasks
+        tasks = inside.tasks(engine)
         wait_for(lambda: not tasks.empty())
         add = tasks.get()
         tasks.put(add)
-        engine._group.submit(cmd.AbandonRequests(add.command.requests, Future()))
+        inside.submit(engine, cmd.AbandonRequests(add.command.requests, Future()))
         wait_for(lambda: tasks.qsize() == 2)
     output = answer.result()
     assert output.output_ids == []
@@ -65,7 +66,7 @@ def test_a_time_that_nothing_fits_leaves_the_smallest_prefills_and_one_step(engi
         model_config=TINY, weights=spread_weights(), max_dispatch_s=1e-9, **OPTIONS
     ) as hurried:
         hurried.warmup()
-        core = hurried._group.loops[0]._core
+        core = inside.core(hurried)
         schedule, seen = core.scheduler.schedule, []
         monkeypatch.setattr(core.scheduler, "schedule", lambda: seen.append(schedule()) or seen[-1])
         hurried.generate(None, GREEDY, first)

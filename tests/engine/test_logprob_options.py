@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from sgljax_engine import Engine, EngineStepError, InvalidRequestError
+from tests import inside
 from tests.engine.interrupts import update_in_flight
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.sampling_reference import forward, log_softmax
@@ -330,7 +331,7 @@ class TestRefusals:
 
 class TestScoring:
     def test_samples_of_a_prompt_are_scored_once(self, engine, monkeypatch):
-        scorer, calls = engine._group.loops[0]._core.runner.scorer, []
+        scorer, calls = inside.runner(engine).scorer, []
         real = scorer.score_prompt
         monkeypatch.setattr(scorer, "score_prompt", lambda r: calls.append(r.rid) or real(r))
         outs = generate(engine, fields={"n": 6}, return_logprob=True, logprob_start_len=0)
@@ -342,7 +343,7 @@ class TestScoring:
         def fail(request):
             raise MemoryError("no room to score")
 
-        monkeypatch.setattr(engine._group.loops[0]._core.runner.scorer, "score_prompt", fail)
+        monkeypatch.setattr(inside.runner(engine).scorer, "score_prompt", fail)
         mate = generate(engine, stream=True)
         for stream in (False, True):
             with pytest.raises(EngineStepError, match=r"scoring the prompt .*no room to score"):
@@ -362,8 +363,8 @@ class TestScoring:
         prompt, other = random_prompts(1, 60, 60)[0], spread_weights(seed=9)
         with Engine(model_config=TINY, weights=WEIGHTS, chunked_prefill_size=16) as chunked:
             runner, commands = (
-                chunked._group.loops[0]._core.runner,
-                chunked._group.loops[0]._tasks,
+                inside.runner(chunked),
+                inside.tasks(chunked),
             )
             updates: list[threading.Thread] = []
             real = runner.prefill

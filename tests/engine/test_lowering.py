@@ -9,6 +9,7 @@ from sgljax_engine import Engine, EngineConfig
 from sgljax_engine.builder.group import build_shapes
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.runner.warmup import warm_calls
+from tests import inside
 from tests.engine.models import TINY
 
 OPTIONS = {
@@ -37,4 +38,4 @@ def test_they_are_those_of_an_engine_with_arrays(more):
     with Engine(model_config=TINY, load_format="dummy", **options) as engine:
         found = engine.get_internal_state().memory
         assert (memory.kv_bytes, memory.weights_bytes) == (found.kv_bytes, found.weights_bytes)
-        assert lowered(engine._group.loops[0]._core.runner) == programs
+        assert lowered(inside.runner(engine)) == programs

@@ -12,6 +12,7 @@ import pytest
 
 from sgljax_engine import Engine, InvalidConfigError
 from sgljax_engine.runner.kv import plan as memory
+from tests import inside
 from tests.engine.models import TINY, random_prompts, spread_weights
 
 # Two layers, keys and values, two heads of 16 float32 numbers.
@@ -44,10 +45,10 @@ class TestReport:
         monkeypatch.setattr(memory, "free_bytes", lambda _: free)
         with caplog.at_level(logging.INFO, memory.__name__), make_engine(**options) as engine:
             report = engine.get_internal_state().memory
-            weights = engine._group.loops[0]._core.runner.weights.values()
+            weights = inside.runner(engine).weights.values()
             assert report.weights_bytes == sum(weight.nbytes for weight in weights)
             assert report.kv_bytes == sum(
-                x.nbytes for x in jax.tree.leaves(engine._group.loops[0]._core.runner.kv_memory.kv)
+                x.nbytes for x in jax.tree.leaves(inside.runner(engine).kv_memory.kv)
             )
         assert report.kv_tokens == kv_tokens
         assert report.kv_bytes == kv_tokens * BYTES_PER_TOKEN
@@ -92,7 +93,7 @@ class TestWeights:
             taken = report.weights_bytes + report.kv_bytes + report.contiguous_kv_bytes
             assert live_bytes() - before == taken
             for _ in range(2):
-                old = [weakref.ref(w) for w in engine._group.loops[0]._core.runner.weights.values()]
+                old = [weakref.ref(w) for w in inside.runner(engine).weights.values()]
                 engine.update_weights(spread_weights())
                 assert live_bytes() - before == taken
                 assert all(ref() is None for ref in old)
@@ -103,7 +104,7 @@ class TestPages:
     def test_no_step_reallocates_them(self):
         with make_engine(num_kv_tokens=1024) as engine:
             engine.warmup()
-            runner = engine._group.loops[0]._core.runner
+            runner = inside.runner(engine)
 
             def places() -> list[int]:
                 return sorted(

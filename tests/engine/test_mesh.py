@@ -38,19 +38,19 @@ def outputs(engine):
     return [o.output_ids for o in engine.generate_requests(prompts, params)]
 
 def shardings(engine):
-    core = engine._group.loops[0]._core.runner
+    core = inside.runner(engine)
     kv = core.kv_memory.kv, core.kv_memory.contiguous_kv
     return jax.tree.map(lambda x: x.sharding, (core.weights, kv))
 
 def sleep_and_wake(engine, memory):
     # With requests in flight, which must not notice; in chunks of a few pages.
     whole = [o.output_ids for o in engine.generate_requests(prompts[:4], long)]
-    core = engine._group.loops[0]._core.runner
+    core = inside.runner(engine)
     core._host_memory = core.kv_memory._host_memory = memory
     before = shardings(engine)
     calls = start_all(engine, prompts[:4], long)
     freed = engine.sleep(2, preserve_state=True)
-    kept = engine._group.loops[0]._core.sleep_manager._copies
+    kept = inside.core(engine).sleep_manager._copies
     assert len(kept.pages.chunks) > 1
     if memory == "numpy":  # a replicated array is kept once
         assert {len(c.parts) for c in kept.weights.values()} <= {1, 2}
@@ -86,7 +86,7 @@ with Engine(model_config=ONE, weights=spread_weights(ONE), page_size=4, **few) a
         assert outputs(engine) == expected
         for a, b in zip(engine.score(prompts[:3]), scored):
             np.testing.assert_allclose(a, b, atol=1e-4)
-        layer = engine._group.loops[0]._core.runner.kv_memory.kv.layers[0].k
+        layer = inside.runner(engine).kv_memory.kv.layers[0].k
         assert layer.sharding.device_set == set(devices[:2])
         assert layer.addressable_shards[0].data.shape[1] == ONE.num_kv_heads // 2
         elsewhere = jax.device_put(spread_weights(ONE, seed=1), devices[3])

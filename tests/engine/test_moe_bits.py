@@ -94,7 +94,7 @@ for count, sharded in ((6, "width"), (8, "experts")):
         ids, logprobs = results(engine)
         checksums = engine.get_weights_checksum()
     with Engine(model_config=model, weights=weights, mesh=mesh, **few) as engine:
-        held = engine._group.loops[0]._core.runner.weights
+        held = inside.runner(engine).weights
         (shard,) = {s.data.shape for s in
                     held["model.layers.0.mlp.experts.gate_proj.weight"].addressable_shards}
         assert shard == ((6, 6, 32) if sharded == "width" else (2, 24, 32)), shard

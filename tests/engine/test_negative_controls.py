@@ -21,6 +21,7 @@ from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.cache.radix import RadixCache
 from sgljax_engine.runner import results
 from sgljax_engine.weights import apply
+from tests import inside
 from tests.engine import exactness_checks
 from tests.engine.determinism_cases import MODEL, Way, make_engine, requests, run
 from tests.engine.models import TINY, spread_weights
@@ -60,7 +61,7 @@ def deterministic():
 @contextlib.contextmanager
 def flipped(engine: Engine, name: str, bit: int, at: int = 7) -> Iterator[None]:
     """One bit of one number of a weight is another one."""
-    runner = engine._group.loops[0]._core.runner
+    runner = inside.runner(engine)
     before = runner.weights
     runner.swap_weights({**before, name: with_bit(before[name], bit, at)})
     try:

@@ -9,6 +9,7 @@ import pytest
 from sgljax_engine import Engine, EngineStepError
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.runner.results import PendingDecode
+from tests import inside
 from tests.engine.models import TINY, spread_weights
 from tests.threads import LIMIT_S, held, start, wait_for
 
@@ -26,7 +27,7 @@ def engine():
 def recorded_events(engine, monkeypatch):
     """Launches of decode, waits for it, and requests handed over, as they come."""
     events = []
-    runner, queue = engine._group.loops[0]._core.runner, engine._group.loops[0]._core.outputs._queue
+    runner, queue = inside.runner(engine), inside.core(engine).outputs._queue
     launch, wait, put = runner.decode, PendingDecode.wait, queue.put
 
     def recorded_launch(output):
@@ -70,9 +71,9 @@ def test_streamed_pieces_too(engine, monkeypatch):
 
 def test_commands_find_everything_handed_over(engine, monkeypatch):
     """One that comes while a request finishes is answered after the request."""
-    queue = engine._group.loops[0]._core.outputs._queue
+    queue = inside.core(engine).outputs._queue
     finished, states = [], []
-    put, wait, state = queue.put, PendingDecode.wait, engine._group.loops[0]._core.state
+    put, wait, state = queue.put, PendingDecode.wait, inside.core(engine).state
 
     def recorded_put(news):
         if news is not None:
@@ -80,7 +81,7 @@ def test_commands_find_everything_handed_over(engine, monkeypatch):
         put(news)
 
     def asking_wait(pending):
-        engine._group.submit(cmd.GetState(Future()))
+        inside.submit(engine, cmd.GetState(Future()))
         return wait(pending)
 
     def recorded_state():
@@ -90,7 +91,7 @@ def test_commands_find_everything_handed_over(engine, monkeypatch):
 
     monkeypatch.setattr(queue, "put", recorded_put)
     monkeypatch.setattr(PendingDecode, "wait", asking_wait)
-    monkeypatch.setattr(engine._group.loops[0]._core, "state", recorded_state)
+    monkeypatch.setattr(inside.core(engine), "state", recorded_state)
     engine.generate(input_ids=[[1, 2], [3, 4]], sampling_params=[greedy(4), greedy(8)])
     engine.check_integrity()
     assert states == [(1, 1), (2, 2)]
@@ -98,7 +99,7 @@ def test_commands_find_everything_handed_over(engine, monkeypatch):
 
 def test_a_step_that_fails_keeps_no_answer_back(engine, monkeypatch):
     """The request that finished in the step before the failing one gets its output."""
-    runner = engine._group.loops[0]._core.runner
+    runner = inside.runner(engine)
     real, calls = runner.decode, []
 
     def flaky(output):
@@ -113,7 +114,7 @@ def test_a_step_that_fails_keeps_no_answer_back(engine, monkeypatch):
             start(lambda ids=ids, new=new: engine.generate_requests([ids], greedy(new)))
             for ids, new in (([1, 2], 4), ([3, 4], 8))
         ]
-        wait_for(lambda: engine._group.loops[0]._tasks.qsize() == 2)
+        wait_for(lambda: inside.tasks(engine).qsize() == 2)
     assert len(callers[0].result(LIMIT_S)[0].output_ids) == 4
     with pytest.raises(EngineStepError, match="planted fault"):
         callers[1].result(LIMIT_S)

@@ -6,6 +6,7 @@ import gc
 
 import pytest
 
+from tests import inside
 from tests.engine.interrupts import LONG, device_bytes, make_engine, results, start_all, wait_until
 from tests.engine.models import random_prompts, spread_weights
 
@@ -60,7 +61,7 @@ def test_requests_go_on_after_a_second_sleep(tag, preserve_again):
 def test_shutdown_lets_go_of_what_sleep_kept():
     engine = make_engine()
     engine.sleep()
-    sleep_manager = engine._group.loops[0]._core.sleep_manager
+    sleep_manager = inside.core(engine).sleep_manager
     assert sleep_manager.host_bytes > 0
     engine.shutdown()
     assert sleep_manager.host_bytes == 0

@@ -9,6 +9,7 @@ import pytest
 
 from sgljax_engine import EngineShutdownError, EngineStateError, InvalidRequestError, SamplingParams
 from sgljax_engine.core.commands import pause
+from tests import inside
 from tests.engine.interrupts import (
     LONG,
     NUM_TOKENS,
@@ -160,7 +161,7 @@ class TestLife:
                 if place == "commit":
                     patch.setattr(pause, "apply_pause_mode", fail)
                 else:
-                    patch.setattr(engine._group.loops[0]._core.runner.kv_memory, "wait", fail)
+                    patch.setattr(inside.runner(engine).kv_memory, "wait", fail)
                 with pytest.raises(RuntimeError, match="planted fault"):
                     engine.pause_generation("retract")
             assert engine.get_internal_state().pause_mode is None
@@ -171,7 +172,7 @@ class TestLife:
         with make_engine() as engine:
             expected = [out.output_ids for out in engine.generate_requests(PROMPTS, LONG)]
             calls = start_all(engine, PROMPTS)
-            core = engine._group.loops[0]._core
+            core = inside.core(engine)
 
             def fail(**_):
                 for x in jax.tree.leaves(core.runner.kv_memory.kv):
@@ -187,7 +188,7 @@ class TestLife:
     def test_prefill_does_not_run_ahead_of_a_pause(self, monkeypatch):
         """However long a prompt, at most one chunk of it is on the device between two steps."""
         with make_engine(chunked_prefill_size=16) as engine:
-            core, ready = engine._group.loops[0]._core, []
+            core, ready = inside.core(engine), []
             real = core.step
 
             def step():
@@ -204,8 +205,8 @@ class TestLife:
         calls = start_all(engine, PROMPTS)
         with held(engine):
             pause = start(lambda: engine.pause_generation(mode="wait"))
-            wait_for(lambda: not engine._group.loops[0]._tasks.empty())
-            engine._group.request_stop()
+            wait_for(lambda: not inside.tasks(engine).empty())
+            inside.group(engine).request_stop()
         with pytest.raises(EngineShutdownError):
             pause.result(LIMIT_S)
         for call in calls:

@@ -20,6 +20,7 @@ from sgljax_engine import (
     SamplingParams,
     WeightLoadError,
 )
+from tests import inside
 from tests.engine.models import TINY, spread_weights
 from tests.engine.small_tokenizers import CharTokenizer
 
@@ -179,7 +180,7 @@ class TestMakingAnEngine:
     @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.dtype("bfloat16"), "bfloat16"])
     def test_dtypes_of_jax(self, dtype):
         with Engine(model_config=TINY, load_format="dummy", dtype=dtype, **OPTIONS) as engine:
-            weights = engine._group.loops[0]._core.runner.weights
+            weights = inside.runner(engine).weights
             assert weights["model.layers.0.mlp.up_proj.weight"].dtype == jnp.bfloat16
             assert weights["model.norm.weight"].dtype == jnp.float32  # as of all norms
 

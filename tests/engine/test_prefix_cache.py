@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from sgljax_engine import Engine, EngineStepError, SamplingParams
+from tests import inside
 from tests.engine.exactness_checks import check_reuse_changes_nothing, check_update_leaves_no_prefix
 from tests.engine.interrupts import update_in_flight
 from tests.engine.models import TINY, spread_weights
@@ -290,7 +291,7 @@ class TestEnds:
 
     @pytest.mark.parametrize("program", ["prefill", "copy_pages", "decode"])
     def test_failed_step_leaves_nothing_to_match(self, engine, reference, monkeypatch, program):
-        prompt, runner = make_prompt(100), engine._group.loops[0]._core.runner
+        prompt, runner = make_prompt(100), inside.runner(engine)
         with monkeypatch.context() as patch:
 
             def broken(*_):
@@ -354,7 +355,7 @@ class TestPressure:
 
 
 def count_evictions(engine: Engine) -> list[int]:
-    cache = engine._group.loops[0]._core.pool._cache
+    cache = inside.core(engine).pool._cache
     evict, pages, lock = cache._evict, [], threading.Lock()
 
     def counting() -> None:

@@ -23,6 +23,7 @@ from sgljax_engine.kernels.cpu import chain
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.placement.shardings import is_quantized
 from sgljax_engine.weights.forms import Quantized
+from tests import inside
 from tests.engine.models import TINY, TINY_MOE, random_prompts, spread_weights
 
 FEW: dict[str, Any] = {
@@ -156,7 +157,7 @@ def test_half_width_weights_and_keys(dtype):
     wanted, _ = scores(TINY, kept)  # score keeps keys in activations, which are float32
     np.testing.assert_allclose(found, wanted, atol=2e-5)
     with Engine(model_config=TINY, weights=weights, dtype=dtype, **FEW) as engine:
-        state = engine._group.loops[0]._core.runner
+        state = inside.runner(engine)
         assert {x.dtype.name for x in jax.tree.leaves(state.kv_memory.state({}).kv)} <= {dtype}
         params = SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True)
         (out,) = engine.generate_requests(PROMPTS[:1], [params])

@@ -16,6 +16,7 @@ from sgljax_engine.placement.submeshes import place
 from sgljax_engine.preview import preview_engine
 from sgljax_engine.runner.kv.host_arrays import HostArray, host_memory, to_device, to_host
 from sgljax_engine.runner.kv.plan import free_bytes
+from tests import inside
 from tests.engine.interrupts import (
     LONG,
     assert_idle,
@@ -94,7 +95,7 @@ def test_serves_updates_sleeps_and_pauses(expected):
         small_copies(),
         make_engine(weights=placed(mesh, 0), mesh=mesh, **FEW) as engine,
     ):
-        runner = engine._group.loops[0]._core.runner
+        runner = inside.runner(engine)
         assert tokens_of(engine.generate_requests(PROMPTS, LONG)) == first
         assert engine.get_internal_state().memory.free_bytes is None
 
@@ -106,7 +107,7 @@ def test_serves_updates_sleeps_and_pauses(expected):
         calls = start_all(engine, PROMPTS)
         freed = engine.sleep(1, preserve_state=True)
         assert not runner.weights
-        kept = engine._group.loops[0]._core.sleep_manager._copies
+        kept = inside.core(engine).sleep_manager._copies
         assert kept.weights is not None
         assert kept.pages is not None
         chunks = [contents for _, contents in kept.pages.chunks]

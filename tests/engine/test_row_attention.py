@@ -23,6 +23,7 @@ from sgljax_engine.cache.contiguous_kv import (
     write_contiguous_kv,
 )
 from sgljax_engine.runner.kv import plan as memory
+from tests import inside
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.paged_cases import ragged_case, reference, spread
 
@@ -305,7 +306,7 @@ class TestEngine:
             Engine(attention_backend="xla_rows", **arguments)
         with Engine(**arguments) as engine:
             assert engine.get_internal_state().memory.contiguous_kv_bytes == 0
-            assert engine._group.loops[0]._core.runner.kv_memory.contiguous_kv == ()
+            assert inside.runner(engine).kv_memory.contiguous_kv == ()
 
     def test_rows_are_allocated_once(self):
         """Every dispatch hands the same memory back."""
@@ -317,7 +318,7 @@ class TestEngine:
             max_running_requests=8,
             decode_steps=1,
         ) as engine:
-            runner = engine._group.loops[0]._core.runner
+            runner = inside.runner(engine)
 
             def pointers():
                 return sorted(

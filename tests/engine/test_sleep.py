@@ -13,6 +13,7 @@ import pytest
 from sgljax_engine import EngineStateError, InvalidRequestError, SamplingParams
 from sgljax_engine.cache import kv_pages
 from sgljax_engine.runner.kv import memory as kv_memory
+from tests import inside
 from tests.compilation import recorded_programs
 from tests.engine.interrupts import (
     LONG,
@@ -118,7 +119,7 @@ class TestPreservedState:
             call = start(lambda: engine.generate_requests([prompt], SHORT)[0])
             wait_until(engine, lambda s: s.waiting_queue_size == 1)
             before = engine.get_internal_state().counters.num_prefill_tokens
-            core = engine._group.loops[0]._core
+            core = inside.core(engine)
             real, steps = core.step, []
 
             def step():
@@ -161,13 +162,13 @@ class TestPreservedState:
         """As on accelerators; CPU devices have memory of that kind, too."""
         with make_engine() as engine:
             whole = tokens_of(engine.generate_requests(PROMPTS, LONG))
-            runner = engine._group.loops[0]._core.runner
+            runner = inside.runner(engine)
             for part in (runner, runner.kv_memory):
                 monkeypatch.setattr(part, "_host_memory", "pinned_host")
             calls = start_all(engine, PROMPTS)
             for cycle in range(3):
                 engine.sleep(preserve_state=preserve_state)
-                kept = engine._group.loops[0]._core.sleep_manager._copies
+                kept = inside.core(engine).sleep_manager._copies
                 assert kept.weights is not None
                 for name in kept.weights:
                     pinned = kept.weights[name].beside
@@ -175,7 +176,7 @@ class TestPreservedState:
                     assert pinned.sharding.memory_kind == "pinned_host"
                 del kept
                 engine.wake_up()
-                for weight in engine._group.loops[0]._core.runner.weights.values():
+                for weight in inside.runner(engine).weights.values():
                     assert weight.sharding.memory_kind == "device"
                 if cycle < 2:
                     num = engine.get_internal_state().counters.num_output_tokens

@@ -9,6 +9,7 @@ import pytest
 from sgljax_engine import OffloadError
 from sgljax_engine.runner import runner
 from sgljax_engine.runner.kv import memory as kv_memory
+from tests import inside
 from tests.engine.interrupts import (
     LONG,
     assert_idle,
@@ -33,7 +34,7 @@ def shared():
     """Pages move in chunks of four."""
     with small_copies(), make_engine(attention_backend="xla_rows") as engine:
         engine.warmup()
-        assert engine._group.loops[0]._core.runner.kv_memory.pages_per_copy == 4
+        assert inside.runner(engine).kv_memory.pages_per_copy == 4
         yield engine
 
 
@@ -153,7 +154,7 @@ class TestSleep:
         calls = start_all(engine, PROMPTS)
         prefilled = engine.get_internal_state().counters.num_prefill_tokens
         engine.pause_generation("in_place")
-        programs = engine._group.loops[0]._core.runner.programs
+        programs = inside.runner(engine).programs
         plant(programs, "run", 3, RuntimeError("planted fault"))
         before = look(engine)
         with pytest.raises(OffloadError, match="planted fault"):
@@ -188,7 +189,7 @@ class TestWakeUp:
         prefilled = engine.get_internal_state().counters.num_prefill_tokens
         engine.sleep(2, preserve_state=True)
         before = look(engine)
-        owner = engine._group.loops[0]._core.runner.programs if name == "run" else None
+        owner = inside.runner(engine).programs if name == "run" else None
         count = plant(owner, name, k, error("planted fault"))
         # The weights are one load, and the first one.
         if tags != ["weights"] or (name, k) == ("to_device", 1):
@@ -239,7 +240,7 @@ class TestWakeUp:
         prefilled = engine.get_internal_state().counters.num_prefill_tokens
         engine.sleep(preserve_state=True)
         before = look(engine)
-        core, count = engine._group.loops[0]._core, []
+        core, count = inside.core(engine), []
         real = core.runner.programs.run
 
         def run(call, state):

@@ -15,6 +15,7 @@ from sgljax_engine import (
     EngineStateError,
     SamplingParams,
 )
+from tests import inside
 from tests.engine.interrupts import (
     LONG,
     NUM_TOKENS,
@@ -255,7 +256,7 @@ class TestPauses:
         calls = start_all(engine, PROMPTS)
         pause = begin(
             lambda: engine.pause_generation("wait"),
-            lambda: engine._group.loops[0]._core.pauses.mode == "wait",
+            lambda: inside.core(engine).pauses.mode == "wait",
         )
         engine.sleep(preserve_state=preserve_state)
         with pytest.raises(EngineStateError, match=r"waited for 4 .* sleep keeps them from fin"):
@@ -290,7 +291,7 @@ class TestPauses:
         version = engine.weight_version
         update = begin(
             lambda: engine.update_weights(NEW, mode="wait"),
-            lambda: bool(engine._group.loops[0]._core.pauses._pending),
+            lambda: bool(inside.core(engine).pauses._pending),
         )
         engine.sleep(preserve_state=preserve_state)
         with pytest.raises(EngineStateError, match=r"waited for 4 .* sleep keeps them from fin"):
@@ -382,7 +383,7 @@ class TestOtherCommands:
 
 def host_arrays(engine):
     """Weak references to all memory that an engine sleeps with."""
-    kept = engine._group.loops[0]._core.sleep_manager._copies
+    kept = inside.core(engine).sleep_manager._copies
     assert kept.weights
     assert kept.pages.chunks
     copies = [
@@ -402,7 +403,7 @@ class TestTheEnd:
         copies = host_arrays(engine)
         assert all(ref() is not None for ref in copies)
         if is_dropped:
-            thread = engine._group.loops[0]._thread
+            thread = inside.thread(engine)
             # Callers hold the engine while they wait.
             assert engine.abort_request(abort_all=True) == 4
             results(calls)
@@ -427,8 +428,8 @@ class TestTheEnd:
         engine = make_engine()
         with held(engine):
             asked = [start(call) for call in (engine.sleep, engine.wake_up)]
-            wait_for(lambda: engine._group.loops[0]._tasks.qsize() == 2)
-            engine._group.request_stop()
+            wait_for(lambda: inside.tasks(engine).qsize() == 2)
+            inside.group(engine).request_stop()
         for future in asked:  # before the end or not at all
             with contextlib.suppress(EngineShutdownError):
                 assert future.result(LIMIT_S) >= 0

@@ -28,6 +28,7 @@ from sgljax_engine.runner.step_costs import measure_costs
 from sgljax_engine.speculation.costs import StepCosts
 from sgljax_engine.speculation.drafters import Answer, HistoryDrafter
 from sgljax_engine.speculation.texts import RequestText
+from tests import inside
 from tests.devices import run_python
 from tests.engine import test_adapters, test_window_pages
 from tests.engine.determinism_cases import using
@@ -66,7 +67,7 @@ def make(model: ModelConfig = TINY, **options: Any) -> Engine:
 
 
 def speculator_of(engine: Engine) -> Any:
-    return engine._group.loops[0]._core._speculator
+    return inside.core(engine)._speculator
 
 
 def history_of(engine: Engine) -> HistoryDrafter:

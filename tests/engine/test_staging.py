@@ -17,6 +17,7 @@ from sgljax_engine import (
     WeightLoadError,
     WeightSyncError,
 )
+from tests import inside
 from tests.engine.interrupts import (
     NUM_TOKENS,
     device_bytes,
@@ -136,8 +137,8 @@ def test_requests_in_flight_are_treated_as_the_mode_says(engine, mode):
 
 def wait_for_command(engine):
     """Until something is queued for an engine that is held."""
-    wait_for(lambda: not engine._group.loops[0]._tasks.empty() or engine._group.loops[0]._is_closed)
-    assert not engine._group.loops[0]._is_closed
+    wait_for(lambda: not inside.tasks(engine).empty() or inside.loop(engine)._is_closed)
+    assert not inside.loop(engine)._is_closed
 
 
 def test_what_publishing_refuses_stays_staged(engine, expected):
@@ -248,7 +249,7 @@ def test_other_engines_and_the_end():
 def test_staged_weights_do_not_keep_an_engine_alive():
     engine = make_engine()
     staged = engine.stage_weights(NEW)
-    thread = engine._group.loops[0]._thread
+    thread = inside.thread(engine)
     del engine
     gc.collect()
     thread.join(LIMIT_S)

@@ -20,6 +20,7 @@ from sgljax_engine.runner.batches.batch import (
     rows_above_smaller_bucket,
 )
 from sgljax_engine.xla_options import compiler_options
+from tests import inside
 from tests.compilation import recorded_programs
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.threads import LIMIT_S
@@ -167,7 +168,7 @@ class TestBuckets:
         for per_pass, num_buckets in ((None, 3), (64, 2)):
             monkeypatch.setattr(parts, "prefill_pass", lambda _, size=per_pass: size)
             with make_engine(**options) as engine:
-                assert len(engine._group.loops[0]._core.runner.shapes.token_buckets) == num_buckets
+                assert len(inside.runner(engine).shapes.token_buckets) == num_buckets
                 params = {"temperature": 0, "max_new_tokens": 12}
                 outs = engine.generate(None, params, prompts, return_logprob=True)
                 assert engine.get_internal_state().counters.num_cached_tokens > 7 * 56

@@ -24,6 +24,7 @@ from sgljax_engine import (
     InvalidRequestError,
     WeightSyncError,
 )
+from tests import inside
 from tests.engine.interrupts import update_in_flight
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.small_tokenizers import GOLDEN, CharTokenizer
@@ -56,7 +57,7 @@ def pace(engine: Engine) -> Engine:
 
     Steps of a tiny model take less than a thread waits for a core: readers would have no time.
     """
-    core = engine._group.loops[0]._core
+    core = inside.core(engine)
     outputs: Any = core.outputs
     step, put, take = core.step, outputs._queue.put, outputs._take
     # The detokenizer waits in the call of the method as it was: its first return is not counted.
@@ -116,7 +117,7 @@ def assert_idle(engine):
     assert state.running_batch_size == state.waiting_queue_size == 0
     assert state.cached_kv_tokens == 0
     assert state.available_kv_tokens == state.total_kv_tokens
-    assert not engine._group.loops[0]._core.outputs._records
+    assert not inside.core(engine).outputs._records
 
 
 def num_started(engine):
@@ -447,7 +448,7 @@ class TestStopStrings:
         """The engine hears of the stop string when the request is over, or was retracted."""
         with make_engine() as engine:
             late: list[Any] = []
-            outputs = engine._group.loops[0]._core.outputs
+            outputs = inside.core(engine).outputs
             tell = outputs._on_end
             assert tell is not None
             outputs._on_end = lambda *what: late.append(what)
@@ -458,7 +459,7 @@ class TestStopStrings:
             if meanwhile == "updated":
                 with held(engine):
                     updating = start(lambda: engine.update_weights(spread_weights(seed=1)))
-                    wait_for(lambda: not engine._group.loops[0]._tasks.empty())
+                    wait_for(lambda: not inside.tasks(engine).empty())
                     tell(*late[0])
                 assert updating.result(LIMIT_S) == 1
                 assert num_decoded(engine) < 240
@@ -466,7 +467,7 @@ class TestStopStrings:
                 wait_for(lambda: num_decoded(engine) == 240)
                 tell(*late[0])
             assert_idle(engine)
-            assert not engine._group.loops[0]._core.outputs._records
+            assert not inside.core(engine).outputs._records
             assert engine.get_internal_state().counters.num_finished == 1
 
 
@@ -849,7 +850,7 @@ class TestThreads:
         with pytest.raises(EngineShutdownError):
             reading.result(LIMIT_S)
         start(engine.shutdown).result(LIMIT_S)
-        assert not engine._group.loops[0]._thread.is_alive()
+        assert not inside.thread(engine).is_alive()
 
 
 class TestFailure:
@@ -883,7 +884,7 @@ class TestFailure:
                 tokenizer.poison = None
                 assert engine.generate(None, LONG, PROMPT)["output_ids"] == free
             assert_idle(engine)
-            assert not engine._group.loops[0]._core.outputs._records
+            assert not inside.core(engine).outputs._records
 
     def test_nobody_reads_the_failure(self):
         """The engine ends the request all the same."""
@@ -901,7 +902,7 @@ class TestFailure:
     def test_a_tokenizer_that_raises_once(self):
         """No piece may follow the failure, though the engine hears of it late."""
         with make_engine() as engine:
-            outputs = engine._group.loops[0]._core.outputs
+            outputs = inside.core(engine).outputs
             wrapped = outputs._detokenizer._tokenizer
             assert wrapped is not None
             calls = []
@@ -924,7 +925,7 @@ class TestFailure:
                 next(stream)
 
     def test_a_step_that_fails_in_the_middle(self, one_step, monkeypatch):
-        runner = one_step._group.loops[0]._core.runner
+        runner = inside.runner(one_step)
         real, counter = runner.decode, itertools.count()
 
         def broken(output):
@@ -969,14 +970,15 @@ def fails_with(error, call, *arguments):
 
 def plant(engine, fault):
     """Lets the next request fail."""
-    runner, ref = engine._group.loops[0]._core.runner, weakref.ref(engine)
+    runner, ref = inside.runner(engine), weakref.ref(engine)
 
     def break_step(output):
         raise RuntimeError("planted fault")
 
     def shut_down(output):
-        group = ref()._group  # type: ignore[union-attr]
-        group.request_stop()
+        engine = ref()
+        assert engine is not None
+        inside.group(engine).request_stop()
         raise RuntimeError("planted fault")
 
     if fault == "tokenizer":
@@ -1022,13 +1024,13 @@ class TestGarbage:
         one_step.flush_cache()
         gc.collect()
         threads, arrays = threading.active_count(), len(jax.live_arrays())
-        loop = one_step._group.loops[0]
+        core = inside.core(one_step)
         for number in range(200):
             stream = one_step.generate(None, LONG | {"stop": "never"}, [number % 99], stream=True)
             list(itertools.islice(stream, number % 3))
             del stream
         assert_idle(one_step)
-        wait_for(lambda: not loop._core.outputs._records)
+        wait_for(lambda: not core.outputs._records)
         gc.collect()
         assert threading.active_count() == threads
         assert len(jax.live_arrays()) <= arrays
@@ -1052,7 +1054,7 @@ class TestGarbage:
     def test_an_engine_is_freed_without_a_collection(self, how, fails):
         """Errors hold the frames that they passed, so nothing may hold the errors."""
         engine = make_engine()
-        alive, thread = weakref.ref(engine), engine._group.loops[0]._thread
+        alive, thread = weakref.ref(engine), inside.thread(engine)
         plant(engine, fails)
         gc.collect()
         gc.disable()

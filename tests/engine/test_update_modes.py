@@ -26,6 +26,7 @@ from sgljax_engine import (
 )
 from sgljax_engine.core import weights_worker
 from sgljax_engine.weights import apply, plan
+from tests import inside
 from tests.engine.interrupts import (
     LONG,
     NUM_TOKENS,
@@ -150,7 +151,7 @@ class TestModes:
     def test_wait(self, engine, reference, old_outputs):
         calls = start_all(engine, PROMPTS)
         update = start(lambda: engine.update_weights(NEW, mode="wait"))
-        wait_for(lambda: bool(engine._group.loops[0]._core.pauses._pending))
+        wait_for(lambda: bool(inside.core(engine).pauses._pending))
         late = start(lambda: engine.generate_requests([[7, 8]], SHORT)[0])
         wait_for(lambda: engine.get_internal_state().waiting_queue_size == 1)
         version = update.result(LIMIT_S)
@@ -208,7 +209,7 @@ class TestInPause:
         """Or whoever pauses and updates would wait for it in vain, behind it in the queue."""
         calls = start_all(engine, PROMPTS)
         update = start(lambda: engine.update_weights(NEW, mode="wait"))
-        wait_for(lambda: bool(engine._group.loops[0]._core.pauses._pending))
+        wait_for(lambda: bool(inside.core(engine).pauses._pending))
         engine.pause_generation(mode)
         with pytest.raises(EngineStateError, match="keeps them from finishing"):
             update.result(LIMIT_S)
@@ -220,7 +221,7 @@ class TestInPause:
         calls = start_all(engine, PROMPTS)
         version = engine.weight_version
         update = start(lambda: engine.update_weights(NEW, mode="wait"))
-        wait_for(lambda: bool(engine._group.loops[0]._core.pauses._pending))
+        wait_for(lambda: bool(inside.core(engine).pauses._pending))
         engine.pause_generation("abort")
         assert update.result(LIMIT_S) == version + 1
         assert len(results(calls)) == 4
@@ -264,7 +265,7 @@ class TestOrder:
         calls = start_all(engine, PROMPTS[:1])
         version = engine.weight_version
         first = start(lambda: engine.update_weights(NEW, mode="wait"))
-        wait_for(lambda: bool(engine._group.loops[0]._core.pauses._pending))
+        wait_for(lambda: bool(inside.core(engine).pauses._pending))
         second = start(lambda: engine.update_weights(OLD, mode="abort"))
         assert first.result(LIMIT_S) == version + 1
         assert second.result(LIMIT_S) == version + 2
@@ -313,7 +314,7 @@ class TestOrder:
     def test_dropping_the_engine_ends_its_threads(self):
         engine = make_engine()
         engine.update_weights(NEW)
-        threads = engine._group.loops[0]._thread, engine._group._weights.thread
+        threads = inside.thread(engine), inside.weights_thread(engine)
         assert all(thread.is_alive() for thread in threads)
         del engine
         gc.collect()
@@ -325,12 +326,12 @@ class TestOrder:
         engine = make_engine()
         calls = start_all(engine, PROMPTS)
         update = start(lambda: engine.update_weights(NEW, mode="wait"))
-        wait_for(lambda: bool(engine._group.loops[0]._core.pauses._pending))
+        wait_for(lambda: bool(inside.core(engine).pauses._pending))
         engine.shutdown()
         for call in (update, *calls):
             with pytest.raises(EngineShutdownError):
                 call.result(LIMIT_S)
-        assert not engine._group._weights.thread.is_alive()
+        assert not inside.weights_thread(engine).is_alive()
         with pytest.raises(EngineShutdownError):
             engine.update_weights(NEW)
 
@@ -426,7 +427,7 @@ class TestMemory:
 
 class TestDonation:
     def test_gives_the_same_weights(self, engine, reference):
-        runner = engine._group.loops[0]._core.runner
+        runner = inside.runner(engine)
         calls = start_all(engine, PROMPTS)
         old = dict(runner.weights)
         version = update_in_flight(engine, NEW, donate=True, verify=True)
@@ -439,7 +440,7 @@ class TestDonation:
     def test_takes_the_memory_of_one_model(self, engine, monkeypatch):
         """At no moment are there more weights than those of the model and one more."""
         sizes, real = [], apply._store_one
-        largest = max(w.nbytes for w in engine._group.loops[0]._core.runner.weights.values())
+        largest = max(w.nbytes for w in inside.runner(engine).weights.values())
         source = {name: jnp.asarray(w) for name, w in NEW.items()}
         base = live_bytes()
 

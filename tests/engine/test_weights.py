@@ -42,6 +42,7 @@ from sgljax_engine.weights.plan import WeightPlanner, plan_sync
 from sgljax_engine.weights.rules import RuleTable
 from sgljax_engine.weights.served import ServedSource
 from sgljax_engine.weights.specs import TargetSpec, source_spec
+from tests import inside
 from tests.compilation import recorded_programs
 from tests.engine.interrupts import results, start_all, update_in_flight
 from tests.engine.models import TINY, spread_weights
@@ -874,7 +875,7 @@ class TestHFFolder:
 
     def test_dtype_comes_from_the_checkpoint(self):
         with Engine(GOLDEN / "qwen3_bf16_tied") as engine:
-            weights = engine._group.loops[0]._core.runner.weights
+            weights = inside.runner(engine).weights
             assert weights["model.embed_tokens.weight"].dtype == jnp.bfloat16
             assert weights["model.norm.weight"].dtype == jnp.float32
             params = {"max_new_tokens": 3}

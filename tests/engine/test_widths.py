@@ -30,6 +30,7 @@ from sgljax_engine.runner.compile.widths import CANDIDATES, agreeing_widths
 from sgljax_engine.weights.apply import apply
 from sgljax_engine.weights.plan import WeightPlanner
 from sgljax_engine.xla_options import compiler_options
+from tests import inside
 from tests.engine.models import (
     MIXED_HEADS,
     SHARED_KEYS,
@@ -217,7 +218,7 @@ class TestConfig:
         ways: tuple[dict[str, Any], ...] = ({"linear_backend": "xla"}, {}, FLAG)
         for options in ways:
             with Engine(model_config=TINY, weights=spread_weights(), **options) as engine:
-                static = engine._group.loops[0]._core.runner._static
+                static = inside.runner(engine)._static
                 assert static.is_deterministic == (options is FLAG)
                 is_native = isinstance(static.context.kernels, CpuKernels)
                 assert (static.context.tile_widths == ()) == (options is not FLAG or is_native)

@@ -26,6 +26,7 @@ from sgljax_engine import (
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.cache.window import NONE, NUM_NULL, WindowPages, WindowSizes
+from tests import inside
 from tests.devices import run_python
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.stepping import SteppedEngine
@@ -66,7 +67,7 @@ def make(**options: Any) -> Engine:
 
 
 def pool_of(engine: Engine) -> Any:
-    return engine._group.loops[0]._core.pool
+    return inside.core(engine).pool
 
 
 def prompts() -> list[list[int]]:
@@ -150,7 +151,7 @@ class TestEngine:
     def test_what_is_in_free_pages_does_not_matter(self, backend, expected):
         """NaN everywhere but in the null page, such as another request's keys could be."""
         with make(attention_backend=backend) as engine:
-            kv_memory = engine._group.loops[0]._core.runner.kv_memory
+            kv_memory = inside.runner(engine).kv_memory
             kv_memory.take()
 
             def spoil(pages: jax.Array, in_window: bool) -> jax.Array:
@@ -365,7 +366,7 @@ def test_layers_of_two_shapes_in_two_pools():
     for is_off in (True, False):
         options: dict[str, Any] = OPTIONS | {"disable_hybrid_swa_memory": is_off}
         with Engine(model_config=model, weights=spread_weights(model), **options) as engine:
-            kv = engine._group.loops[0]._core.runner.kv_memory
+            kv = inside.runner(engine).kv_memory
             kv.take()
             shapes = [layer.k.shape for layer in kv.kv.layers]
             found.append([out.output_ids for out in engine.generate_requests(prompts(), GREEDY)])

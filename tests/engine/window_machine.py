@@ -10,6 +10,7 @@ import sys
 import unittest
 
 from sgljax_engine import AttentionConfig, RopeConfig
+from tests import inside
 from tests.engine import interrupt_model, test_interrupt_machine
 from tests.engine.models import TINY
 
@@ -28,7 +29,7 @@ MODEL = dataclasses.replace(
 if __name__ == "__main__":
     interrupt_model.use(MODEL, max_running_requests=3)
     subject = test_interrupt_machine.make_subject()
-    pool = subject.engine._group.loops[0]._core.pool
+    pool = inside.core(subject.engine).pool
     assert pool.windows is not None
     test = test_interrupt_machine.machine(int(sys.argv[1]))
     result = unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(test))

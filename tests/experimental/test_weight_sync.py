@@ -17,7 +17,7 @@ from sgljax_engine import (
     WeightLoadError,
     WeightSyncError,
 )
-from tests import lora_models
+from tests import inside, lora_models
 from tests import tunix_reference as ref
 from tests.adapter.helpers import params_of
 from tests.engine.interrupts import device_bytes
@@ -344,7 +344,7 @@ def test_a_post_that_nobody_waits_for_converges(sampler, other_model, retries):
         await sampler.weight_sync(wanted)
         with held(engine):
             task = asyncio.create_task(sampler.post_weight_sync(wanted))
-            while engine._group.loops[0]._tasks.empty():
+            while inside.tasks(engine).empty():
                 await asyncio.sleep(0)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 from tunix.rl.rl_cluster import RLCluster
 
+from tests import inside
 from tests.maxtext import recipe, task
 from tunix_sgljax import SglJaxRollout
 from tunix_sgljax.cli import main as cli
@@ -87,6 +88,6 @@ def command(folder: Path, num_steps: int, *overrides: str, without: Collection[s
         argv = ["maxtext", "rl", *recipe.words(folder, num_steps, *overrides, without=without)]
         # Not `main`, which would make a line of text of an error.
         assert cli.find_command("maxtext").run(cli.make_parser(argv).parse_args(argv)) == 0
-        run.num_engines = len(run.rollout.engine._group.loops)
+        run.num_engines = len(inside.loops(run.rollout.engine))
         assert run.rollout.find_differing_weights(nnx.state(run.actor, nnx.Param)) == []
     return run

@@ -12,6 +12,7 @@ import httpx
 
 from sgljax_engine import Engine
 from sgljax_engine.server import Server, ServerConfig
+from tests import inside
 from tests.engine.interrupts import NUM_TOKENS, wait_until
 from tests.engine.small_tokenizers import GOLDEN
 from tests.threads import LIMIT_S, gate_steps, held, running, start, wait_for
@@ -103,7 +104,7 @@ def start_generating(
 
     with held(engine):
         calls = [start(lambda ids=ids: call(list(ids))) for ids in prompts]
-        wait_for(lambda: engine._group.loops[0]._tasks.qsize() >= len(prompts))
+        wait_for(lambda: inside.tasks(engine).qsize() >= len(prompts))
     num = before.num_first_tokens + len(prompts)
     wait_until(engine, lambda state: state.counters.num_first_tokens >= num)
     return calls
