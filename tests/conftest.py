@@ -14,16 +14,12 @@ import gc
 import importlib.util
 import signal
 
-import jax
 import pytest
 
-from tests import quick_compile
-from tests.compilation import CACHE
+from tests import compilation, quick_compile
 from tests.tunix_experimental import HAS_EXPERIMENTAL
 
-jax.config.update("jax_compilation_cache_dir", str(CACHE))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+compilation.keep_programs()
 quick_compile.always_quickly_at_random()
 
 # A shell that starts this in the background has it, and its child processes, ignore interrupts.

