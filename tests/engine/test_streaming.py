@@ -1034,7 +1034,7 @@ class TestGarbage:
         gc.collect()
         assert threading.active_count() == threads
         assert len(jax.live_arrays()) <= arrays
-        assert loop._tasks.empty()
+        assert inside.tasks(one_step).empty()
         assert not [o for o in gc.get_objects() if type(o).__name__ == "TokenStream"]
 
     @pytest.mark.parametrize(
