@@ -1,10 +1,10 @@
 """The sizes that test engines are compiled for: three sets of options, used everywhere.
 
 Compiling is most of what the tests cost, and programs are kept per shape: engines of one geometry
-and one model share them, across modules, processes and runs. What programs depend on is the
-buckets, the page size, the number of pages, `decode_steps` and the longest request. What they do
-not depend on can differ for free: `max_running_requests` up to the bucket (with `num_kv_tokens` given),
-`chunked_prefill_size` up to the bucket, policies and limits of requests.
+and one model share them, across modules, processes and runs. Programs depend on the buckets, the
+page size, the number of pages, `decode_steps` and the longest request. All else differs for free:
+`max_running_requests` up to the bucket (with `num_kv_tokens` given), `chunked_prefill_size` up to
+the bucket, policies and limits of requests.
 
 Another geometry says why: `other("pages of one token", page_size=1)`. `tests/test_structure.py`
 counts those.
