@@ -40,7 +40,7 @@ NEEDED = 36
 _TOGETHER = ("-n", "3", "--dist", "worksteal")
 _ENGINE, _ADAPTER = "engine/sgljax_engine", "tunix_sgljax"
 
-_CACHES = ".jax_cache", ".node", ".trace_processor"
+_CACHES = (".cache",)
 """Folders of the checkout that its copy shares.
 
 No mutant leaves anything there that another run would take for its own: programs are kept by
