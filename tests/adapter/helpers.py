@@ -15,7 +15,7 @@ from tests import quick_compile
 from tests import tunix_reference as ref
 from tunix_sgljax import SglJaxRollout
 
-quick_compile.always_quickly_at_random()  # in child processes too, which have no conftest
+quick_compile.others_quickly()  # in child processes too, which have no conftest
 
 MODEL = "gqa2_tied"
 """The configuration of `tunix_reference` that most tests use."""

@@ -12,6 +12,8 @@ from tests import tunix_reference as ref
 from tests.adapter.helpers import MODEL, new_rollout, rollout_config, text_of
 from tunix_sgljax import SglJaxRollout
 
+TRAINER_AS_USERS = "the trainer's bits"
+
 PROMPTS = [text_of(ids) for ids in ref.make_prompts(ref.CONFIGS[MODEL]["vocab_size"])]
 
 

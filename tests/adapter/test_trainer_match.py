@@ -31,6 +31,8 @@ from tests.threads import LIMIT_S, start
 from tests.tiers import tiered
 from tunix_sgljax import create_sgljax_rollout
 
+TRAINER_AS_USERS = "how close the trainer's log-probs are"
+
 PROMPTS = ref.make_prompts(VOCAB_SIZE, (3, 7, 5, 16, 11), seed=21)
 WIDTH, NUM_TOKENS = 16, 24
 SAMPLING = {
