@@ -3,11 +3,11 @@
 Tests build many engines with equal programs; the cache compiles each once. It is a folder of
 this checkout, so that tests neither use nor fill the user's cache.
 
-Tests compile the engine's programs as users do. A module that looks at host logic alone may have XLA optimise little,
-where compiling is what takes its time: `QUICK_COMPILE = "why it checks no numbers"` at its top. One
-that compares arrays, log-probs, tokens of two runs or goldens must not: `test_quick_compile.py`.
-Tunix's programs and JAX's single operations are optimised little everywhere, but for modules that
-compare the trainer's bits: `TRAINER_AS_USERS = "why"`.
+Tests compile the engine's programs as users do. A module that looks at host logic alone may have
+XLA optimise little, where compiling is what takes its time: `QUICK_COMPILE = "why it checks no
+numbers"` at its top. One that compares arrays, log-probs, tokens of two runs or goldens must not:
+`test_quick_compile.py`. Tunix's programs and JAX's single operations are optimised little
+everywhere, but for modules that compare the trainer's bits: `TRAINER_AS_USERS = "why"`.
 """
 
 from __future__ import annotations
