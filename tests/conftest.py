@@ -32,6 +32,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 collect_ignore_glob = [] if HAS_EXPERIMENTAL else ["experimental", "experimental/*"]
 
 
+def pytest_sessionstart(session):
+    """One process of a run keeps the cache small, before the others look into it."""
+    if not hasattr(session.config, "workerinput"):
+        compilation.prune()
+
+
 def pytest_report_header():
     """Which Tunix is tested with, and what it is too old for; see `make test-tunix`."""
     spec = importlib.util.find_spec("tunix")
