@@ -456,7 +456,7 @@ def test_a_request_that_is_there_twice():
         ({"kv_shapes": [[2, 4]] * 2}, "layer 0 must be uint16"),
         ({"kv_shapes": []}, "kv_shapes must be 1 to 65536 pairs"),
         ({"pages": [1, 2]}, "must be a list of LayerPages"),
-        ({"page_size": 0}, "page_size must be an integer"),
+        ({"page_size": 0}, "page_size must be an integer"),  # no engine
     ],
 )
 def test_prefix_caches_that_are_none(changes, message):

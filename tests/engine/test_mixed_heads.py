@@ -13,7 +13,7 @@ from tests.devices import run_python
 @pytest.mark.parametrize(
     "case",
     [
-        "refusals",
+        pytest.param("refusals", marks=pytest.mark.slow),
         pytest.param("rotation_on_tpus", marks=pytest.mark.slow),
         pytest.param("gpu_kernel", marks=pytest.mark.soak),
         pytest.param("eight_devices", marks=pytest.mark.slow),
