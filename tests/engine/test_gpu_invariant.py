@@ -44,6 +44,7 @@ def exact(x) -> np.ndarray:
     return np.asarray(x, np.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_products_and_norms(dtype):
     """Values, and the bits of some tokens among others and among many."""
@@ -91,7 +92,7 @@ def test_products_and_norms(dtype):
 
 @pytest.mark.parametrize(
     ("heads", "has_norms", "dtype"),
-    spread([(4, 2), (20, 3)], [True, False], [jnp.float32, jnp.bfloat16]),
+    spread([(4, 2), (20, 3)], [True, False], [jnp.float32, jnp.bfloat16], is_main=False),
 )
 def test_heads(heads, has_norms, dtype):
     """Norms and rotary embedding; with pages, what has a slot is written and nothing else."""
@@ -138,6 +139,7 @@ def test_heads(heads, has_norms, dtype):
         [(16, 4, 2, 5, 64), (4, 3, 3, 11, 16), (32, 20, 1, 3, 32)],
         list(ATTENTION_OPTIONS),
         [jnp.float32, jnp.bfloat16],
+        is_main=False,
     ),
 )
 def test_attention(shape, options, dtype, monkeypatch):
@@ -184,6 +186,7 @@ class TestOnHardware:
         check_engine(options | {"dtype": "bfloat16", "enable_deterministic_sampling": True}, "off")
 
 
+@pytest.mark.slow
 def test_attention_of_others_is_not_invariant(monkeypatch):
     """The comparison finds what depends on the batch: there, splits follow from it."""
     case, options = case_of((16, 4, 2, 1, 64)), AttentionOptions(scale=0.2)
