@@ -1,8 +1,8 @@
 """The gated delta rule in both forms against float64, and that cuts do not matter.
 
-The reference is the rule as it is written, token by token. Where there are JIT-compiled CPU kernels
-`test_hybrid_bits.py` has theirs; these forms are those of other devices. `python -m tests.engine.test_delta_rule`
-prints the errors over 4,096 tokens.
+The reference is the rule as it is written, token by token. These forms are those of other devices;
+test_hybrid_bits.py has those of the JIT-compiled CPU kernels. `python -m
+tests.engine.test_delta_rule` prints the errors over 4,096 tokens.
 """
 
 from __future__ import annotations
