@@ -106,12 +106,9 @@ def backend(request):
         yield name
 
 
-def ways(backend: str, count: int, num_fast: int) -> list[Any]:
-    """A backend with each way; the first ones are of the fast tier, most are of the soak."""
-    tiers = (
-        () if i < num_fast else pytest.mark.slow if i < 3 else pytest.mark.soak
-        for i in range(count)
-    )
+def ways(backend: str, count: int, slow: tuple[int, ...]) -> list[Any]:
+    """A backend with each way; most are of the soak."""
+    tiers = [pytest.mark.slow if i in slow else pytest.mark.soak for i in range(count)]
     return [pytest.param(backend, index, marks=marks) for index, marks in enumerate(tiers)]
 
 
@@ -143,7 +140,7 @@ def alone(backend, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("backend", "index"),
-    [*ways("native", NUM_WAYS, num_fast=1), *ways("portable", NUM_PORTABLE_WAYS, num_fast=0)],
+    [*ways("native", NUM_WAYS, slow=(0, 2)), *ways("portable", NUM_PORTABLE_WAYS, slow=(0,))],
     indirect=["backend"],
 )
 def test_no_bit_differs(backend, alone, index):
@@ -187,6 +184,7 @@ def test_every_width_from_1_to_64():
         assert engine.get_internal_state().num_compiles >= 64
 
 
+@pytest.mark.slow
 @NATIVE
 def test_the_requests_differ(alone):
     """Else they would agree for the wrong reason."""
@@ -210,20 +208,27 @@ def test_a_head_dim_that_rows_do_not_take():
         check_bits(run(engine, PLAIN, way), expected)
 
 
-@pytest.mark.slow
 @NATIVE
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("model", [MIXED_HEADS, SHARED_KEYS], ids=["mixed heads", "shared keys"])
-def test_layers_of_several_kinds(model):
-    """Heads of two sizes, keys that are values, keys of other layers."""
-    way = WAYS[1]._replace(
-        order=range(len(PLAIN))[::-1], interrupt=Interrupter(1, spread_weights(model))
-    )
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(MODEL, id="plain"),
+        pytest.param(MIXED_HEADS, id="mixed heads", marks=pytest.mark.slow),
+        pytest.param(SHARED_KEYS, id="shared keys", marks=pytest.mark.slow),
+    ],
+)
+def test_a_few_requests(model):
+    """In batches, interrupted and retracted; layers with heads of two sizes, and of shared keys."""
+    interrupt = Interrupter(1, spread_weights(model))
+    way = WAYS[1]._replace(order=range(len(PLAIN))[::-1], interrupt=interrupt)
     with make_engine(ALONE, model) as engine:
         expected = run(engine, PLAIN, Way({}))
     with make_engine(way.options, model) as engine:
         check_bits(run(engine, PLAIN, way), expected)
+        assert engine.get_internal_state().counters.num_retractions
     assert len({bits.tokens for bits in expected}) > len(PLAIN) // 2
+    assert len(interrupt.counts) >= 3, "of the ways to interrupt"
 
 
 @pytest.mark.slow
