@@ -13,8 +13,9 @@ DEMO_ARGS ?= --check
 REASONING_ARGS ?=
 BENCH_ARGS ?=
 LLAMACPP_ARGS ?=
-# Three processes keep two cores busy: each takes up to 4 GB, and waits for threads now and then.
-PYTEST_ARGS ?= -n 3 --dist worksteal
+# Three processes keep two cores busy: each takes up to 4 GB, and waits for threads now and then. A
+# module stays in one process, which makes its engines once; tests/conftest.py orders the modules.
+PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder
 # `make test-newest` tests with the newest of everything: which needs a newer Python than 3.11.
 NEWEST_PYTHON ?= python3.12
 NEWEST := .venv-newest
@@ -48,19 +49,15 @@ reasoning: $(REASONING_STAMP) ## Train that model with GRPO on a task of reasoni
 	$(BIN)/python examples/grpo_reasoning.py $(REASONING_ARGS)
 
 .PHONY: test
-test: $(STAMP) ## Run the fast tests, in three processes; PYTEST_ARGS="-k name" instead.
+test: $(STAMP) ## Run the fast tests: every feature once; PYTEST_ARGS="-k name" for some.
 	$(BIN)/python -m pytest -m "not slow and not recipes and not soak" $(PYTEST_ARGS)
 
-.PHONY: test-long
-test-long: $(STAMP) ## Run the long tests: trainings, notebooks, wheel, site, several devices, kills.
-	$(BIN)/python -m pytest -m "slow and not recipes and not soak" $(PYTEST_ARGS)
-
 .PHONY: test-all
-test-all: $(STAMP) ## Run all tests, fast and long ones in one go.
+test-all: $(STAMP) ## Run what CI runs: the other roads too, several devices, a training.
 	$(BIN)/python -m pytest -m "not recipes and not soak" $(PYTEST_ARGS)
 
 .PHONY: soak
-soak: $(STAMP) ## Run the longest tests, before a release, and record it in tests/soak.txt.
+soak: $(STAMP) ## Run the rest before a release: kills, machines, trainings, notebooks; tests/soak.txt.
 	$(BIN)/python -m pytest -m soak -p tests.soak $(PYTEST_ARGS)
 
 .PHONY: test-tunix
@@ -122,7 +119,7 @@ install-reasoning: $(REASONING_STAMP) ## Add reasoning-gym to .venv, which needs
 
 .PHONY: clean
 clean: ## Remove caches, build outputs and demo outputs; keep .venv.
-	rm -rf build dist outputs site .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist outputs site .cache .pytest_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
 .PHONY: distclean
