@@ -652,16 +652,16 @@ class TestSaving:
         options = {"tokenizer": CharTokenizer()}
         params = {"temperature": 0.0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
         with make_engine(**options) as engine:
-            text = engine.generate(input_ids=[1, 2, 3], sampling_params=params)["text"]
+            text = engine.generate(input_ids=[5, 6, 7], sampling_params=params)["text"]
             short = params | {
                 "stop": [text[end - 2 : end]],
                 "include_stop_str_in_output": include_stop,
             }
-            expected = engine.generate(input_ids=[1, 2, 3], sampling_params=short)
+            expected = engine.generate(input_ids=[5, 6, 7], sampling_params=short)
             assert len(expected["output_ids"]) == end
             call = start(
                 lambda: engine.generate(
-                    input_ids=[[1, 2, 3], [4, 5]], sampling_params=[short, params], rid=["a", "b"]
+                    input_ids=[[5, 6, 7], [4, 5]], sampling_params=[short, params], rid=["a", "b"]
                 )
             )
             before = engine.get_internal_state().counters.num_finished
