@@ -271,7 +271,10 @@ def sizes() -> None:
         ({"tp_size": 3}, "tp_size 3 must share out the 8 devices of the mesh"),
         ({"tp_size": 2, "data_parallel_size": 2}, "tp_size 2 and data_parallel_size 2 must share"),
         ({"tp_size": "most"}, "tp_size must be 'auto', None or a count, got 'most'"),
-        ({"num_kv_tokens": 1024}, "each of 8 engines a pool of 128 tokens"),  # no engine
+        (
+            {"num_kv_tokens": 1024, "max_model_len": 256},  # no engine
+            "num_kv_tokens 1024 gives each of 8 engines a pool of 128 tokens",
+        ),
     ):
         with pytest.raises(InvalidConfigError, match=message):
             make(mesh, **options)
