@@ -15,20 +15,20 @@ from sgljax_engine.layers import target
 from sgljax_engine.processing.input_processor import LogprobArgs
 from tests.engine.interrupts import wait_until
 from tests.engine.models import TINY, spread_weights
+from tests.geometry import other
 from tests.threads import LIMIT_S, gate_steps, start
 
 MODEL = dataclasses.replace(TINY, vocab_size=64, hidden_size=48, eos_token_ids=(5,))
 """One width of sampling tables, so that there are few programs to compile."""
 
-ALONE: dict[str, Any] = {
-    "page_size": 16,
-    "num_kv_tokens": 1024,
-    "max_running_requests": 1,
-    "token_buckets": (64,),
-    "chunked_prefill_size": 64,
-    "decode_steps": 1,
-}
-"""Each request by itself, one token a dispatch."""
+ALONE = other(
+    "each request by itself, one token a dispatch",
+    page_size=16,
+    num_kv_tokens=1024,
+    max_running_requests=1,
+    batch_buckets=(1,),
+    decode_steps=1,
+)
 
 
 @contextlib.contextmanager
@@ -136,7 +136,7 @@ def make_engine(
     return Engine(
         model_config=model,
         weights=spread_weights(model) if weights is None else weights,
-        **({"enable_deterministic_sampling": flag, "max_model_len": 216} | dict(options)),
+        **({"enable_deterministic_sampling": flag} | dict(options)),
     )
 
 

@@ -1,6 +1,6 @@
-"""A group of engines on eight host devices: `python -m tests.engine.group_cases CASE`.
+"""A group of engines on eight host devices: `python -m tests.engine.group_cases CASE...`.
 
-Each case runs in a process of its own, since JAX fixes the number of devices at start; see
+They run in processes of their own, since JAX fixes the number of devices at start; see
 test_group.py.
 """
 
@@ -13,6 +13,7 @@ import importlib
 import logging
 import operator
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -50,21 +51,12 @@ from sgljax_engine.placement.submeshes import place
 from sgljax_engine.runner.warmup import warm_calls
 from tests import inside
 from tests.engine.models import TINY, random_prompts, spread_weights
+from tests.geometry import SMALL, WIDE
 from tests.threads import LIMIT_S, gate_steps, start, take_steps, wait_for
 
 ONE = dataclasses.replace(TINY, num_layers=1)
-PROMPTS = random_prompts(9, 1, 40)
+PROMPTS = random_prompts(8, 1, 40)
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12)
-FEW: dict[str, Any] = {
-    "batch_buckets": (16,),
-    "max_running_requests": 16,
-    "token_buckets": (256,),
-    "chunked_prefill_size": 256,
-    "page_size": 8,
-    "num_kv_tokens": 4096,
-    "max_model_len": 256,
-}
-"""One program of each kind."""
 
 
 def mesh_of(shape: tuple[int, ...], axes: tuple[str, ...], **options: Any) -> Mesh:
@@ -73,7 +65,7 @@ def mesh_of(shape: tuple[int, ...], axes: tuple[str, ...], **options: Any) -> Me
 
 def make(mesh: Mesh | None, model: Any = ONE, **options: Any) -> Engine:
     weights = spread_weights(model)
-    return Engine(model_config=model, weights=weights, mesh=mesh, **{**FEW, **options})
+    return Engine(model_config=model, weights=weights, mesh=mesh, **{**SMALL, **options})
 
 
 def outputs(engine: Engine, params: SamplingParams = GREEDY) -> list[list[int]]:
@@ -239,8 +231,9 @@ def gpu_kernel() -> None:
 
 def decode_flops(model: ModelConfig, mesh: Mesh | None, **options: Any) -> float:
     """Operations of a decode step of 64 rows in all, on each device, as XLA counts them."""
-    plain = {"attention_backend": "xla", "linear_backend": "xla", "num_kv_tokens": 64 * 128}
-    options = {"max_running_requests": 64, "max_model_len": 128, **plain, **options}
+    plain = {"attention_backend": "xla", "linear_backend": "xla", "max_model_len": 128}
+    sizes = {"max_running_requests": 64, "num_kv_tokens": 64 * 128}  # no engine, only its shapes
+    options = {**sizes, **plain, **options}
     runner, memory = build_shapes(model, EngineConfig.from_options(options), "float32", mesh)
     num_engines = 1 if mesh is None else mesh.size // memory.tp_size
     assert memory.kv_tokens == 64 * 128 // num_engines
@@ -265,7 +258,9 @@ def sizes() -> None:
         ({"tp_size": "auto"}, 8, 1),
         ({"tensor_axes": ["fsdp"], "tp_size": 4}, 2, 4),
     ):
-        seen = preview_engine(ONE, mesh=mesh, config=EngineConfig.from_options(FEW | options))
+        seen = preview_engine(
+            ONE, mesh=mesh, config=EngineConfig.from_options({**SMALL, **options})
+        )
         assert (seen.num_engines, seen.tp_size) == (count, size), options
     with make(None, tp_size=2, data_parallel_size=2) as engine:
         found = [core.runner.kv_memory.kv.layers[0].k.devices() for core in cores(engine)]
@@ -276,7 +271,10 @@ def sizes() -> None:
         ({"tp_size": 3}, "tp_size 3 must share out the 8 devices of the mesh"),
         ({"tp_size": 2, "data_parallel_size": 2}, "tp_size 2 and data_parallel_size 2 must share"),
         ({"tp_size": "most"}, "tp_size must be 'auto', None or a count, got 'most'"),
-        ({"num_kv_tokens": 1024}, "gives each of 8 engines a pool of 128 tokens"),
+        (
+            {"num_kv_tokens": 1024, "max_model_len": 256},  # no engine
+            "num_kv_tokens 1024 gives each of 8 engines a pool of 128 tokens",
+        ),
     ):
         with pytest.raises(InvalidConfigError, match=message):
             make(mesh, **options)
@@ -286,7 +284,7 @@ def auto() -> None:
     """ "auto" takes the smallest size that fits the devices' memory."""
     plan = importlib.import_module("sgljax_engine.runner.kv.parallel_fit")
     mesh = mesh_of((4, 1), ("fsdp", "tp"))
-    config = EngineConfig.from_options(FEW | {"tp_size": "auto"})
+    config = EngineConfig.from_options({**SMALL, "tp_size": "auto"})
     cut = functools.partial(plan.fit_parallel, ONE, mesh=mesh, dtype="float32")
     with pytest.MonkeyPatch.context() as patch:
 
@@ -300,7 +298,7 @@ def auto() -> None:
             give(num_bytes)
             assert cut(config=config).tp_size == size
             # Without "auto" the mesh's own size serves as long as it fits.
-            plain = cut(config=EngineConfig.from_options(FEW))
+            plain = cut(config=EngineConfig.from_options({**SMALL}))
             assert plain.tp_size == (None if size == 1 else size)
         give(100_000)
         with pytest.raises(
@@ -318,31 +316,20 @@ def auto() -> None:
 def routing() -> None:
     """Each prompt is prefilled once in all, and engines get about as many tokens."""
     prompts = random_prompts(8, 60, 100, seed=4)
-    params = SamplingParams(temperature=1.0, max_new_tokens=8, ignore_eos=True, n=16)
-    with make(
-        mesh_of((4, 1), ("fsdp", "tp")),
-        max_running_requests=128,
-        batch_buckets=(32, 128),
-        num_kv_tokens=32768,
-    ) as engine:
+    params = SamplingParams(temperature=1.0, max_new_tokens=8, ignore_eos=True, n=8)
+    with make(mesh_of((4, 1), ("fsdp", "tp")), **WIDE) as engine:
         engine.generate_requests(prompts, params)
         state = engine.get_internal_state()
         # The last token of a prompt is an input of each sample's first decode step.
         assert state.counters.num_prefill_tokens <= sum(map(len, prompts))
-        assert [each.counters.num_output_tokens for each in state.engines] == [2 * 16 * 8] * 4
+        assert [each.counters.num_output_tokens for each in state.engines] == [2 * 8 * 8] * 4
         assert engine.get_progress().num_output_tokens == state.counters.num_output_tokens
         check_idle(engine)
 
 
 def moves() -> None:
     """Requests that wait move to engines with free rows, and nothing is lost."""
-    with make(
-        mesh_of((2, 1), ("fsdp", "tp")),
-        max_running_requests=4,
-        decode_steps=16,
-        batch_buckets=(2, 4),
-        num_kv_tokens=4096,
-    ) as engine:
+    with make(mesh_of((2, 1), ("fsdp", "tp"))) as engine:
         # In turn: one engine gets the long ones, and the other is done soon.
         prompts = [[5 + row] * 40 for row in range(24)]
         params = [
@@ -359,7 +346,7 @@ def moves() -> None:
             if second.counters.num_finished >= 12 and second.running_batch_size:
                 break
         assert second.counters.num_finished >= 12
-        assert second.running_batch_size == 2  # of the long ones
+        assert second.running_batch_size == 4  # of the long ones
         got = call.result(LIMIT_S)
         assert [len(o.output_ids) for o in got] == [200, 4] * 12
         states = engine.get_internal_state().engines
@@ -507,11 +494,16 @@ def scores() -> None:
         assert engine.warmup() == 0
 
 
-def checkpoints(folder: str) -> None:
+def checkpoints() -> None:
     """Requests of a group continue in groups of other sizes, with their KV pages."""
+    with tempfile.TemporaryDirectory() as folder:
+        check_checkpoints(folder)
+
+
+def check_checkpoints(folder: str) -> None:
     params = SamplingParams(temperature=0, max_new_tokens=60, ignore_eos=True)
     meshes = [None, mesh_of((2, 1), ("fsdp", "tp")), mesh_of((4, 1), ("fsdp", "tp"))]
-    engines = [make(mesh, decode_steps=4) for mesh in meshes]
+    engines = [make(mesh) for mesh in meshes]
     want = sorted(tuple(o.output_ids) for o in engines[0].generate_requests(PROMPTS, params))
     for source, target in ((1, 2), (2, 0), (0, 1)):
         saved, restored = engines[source], engines[target]
@@ -531,7 +523,7 @@ def checkpoints(folder: str) -> None:
         assert got == want
         # What no whole page holds is prefilled again.
         after = restored.get_internal_state().counters.num_prefill_tokens
-        assert after - before < len(PROMPTS) * FEW["page_size"]
+        assert after - before < len(PROMPTS) * SMALL["page_size"]
         saved.continue_generation()
         call.result(LIMIT_S)
         check_idle(restored)
@@ -542,4 +534,5 @@ def checkpoints(folder: str) -> None:
 if __name__ == "__main__":
     logging.getLogger("sgljax_engine").setLevel(logging.ERROR)
     assert len(jax.devices()) == 8
-    globals()[sys.argv[1]](*sys.argv[2:])
+    for case in sys.argv[1:]:
+        globals()[case]()

@@ -31,6 +31,7 @@ from sgljax_engine.core import commands as cmd
 from tests import inside
 from tests.engine.models import TINY, logical_weights
 from tests.engine.small_tokenizers import CharTokenizer
+from tests.geometry import SMALL
 from tests.interrupted import interrupt_everywhere, real_interrupts
 from tests.threads import LIMIT_S, gate_steps, start, take_steps, wait_for
 
@@ -41,18 +42,7 @@ PROMPT = [5, 6, 7]
 
 
 def make(**options: Any) -> Engine:
-    few: dict[str, Any] = {
-        "batch_buckets": (16,),
-        "max_running_requests": 16,
-        "token_buckets": (64,),
-        "chunked_prefill_size": 64,
-        "page_size": 8,
-        "num_kv_tokens": 1024,
-        "max_model_len": 256,
-        "decode_steps": 4,
-        "max_loras": 1,
-        "max_lora_rank": 4,
-    }
+    few: dict[str, Any] = {**SMALL, "max_loras": 1, "max_lora_rank": 4}
     return Engine(
         model_config=TINY,
         weights=logical_weights(TINY),

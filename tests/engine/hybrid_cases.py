@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from sgljax_engine import Engine, SamplingParams
 from tests import inside
 from tests.engine.exactness_checks import check_golden_scores, golden_prompts
+from tests.geometry import SMALL
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FOLDERS = {"grouped": "qwen3_next_grouped", "ungrouped": "qwen3_5_ratio_two"}
@@ -27,11 +28,7 @@ def main(case: str) -> None:
         folder,
         dtype="float32",
         mesh=mesh,
-        page_size=4,
-        batch_buckets=(8,),
-        max_running_requests=8,
-        token_buckets=(64,),
-        chunked_prefill_size=64,
+        **SMALL,
     ) as engine:
         outputs = engine.generate_requests(golden_prompts(golden), PARAMS)
         for i, output in enumerate(outputs):
@@ -54,30 +51,5 @@ def main(case: str) -> None:
         assert report.state_bytes == held // report.state_slots * (report.state_slots + 8)
 
 
-def deterministic() -> None:
-    """The same bits together and alone, in chunks of 64 and of 16."""
-    folder = GOLDEN / FOLDERS["ungrouped"]
-    golden = np.load(folder / "golden.npz")
-    mesh = Mesh(np.asarray(jax.devices()[:2]).reshape(1, 2), ("fsdp", "tp"))
-    found = []
-    for rows, chunk in ((8, 64), (1, 16)):
-        with Engine(
-            folder,
-            dtype="float32",
-            mesh=mesh,
-            page_size=4,
-            batch_buckets=(rows,),
-            max_running_requests=rows,
-            token_buckets=(chunk,),
-            chunked_prefill_size=chunk,
-            enable_deterministic_sampling=True,
-        ) as engine:
-            outputs = engine.generate_requests(golden_prompts(golden), PARAMS)
-        for i, output in enumerate(outputs):
-            np.testing.assert_allclose(output.logprobs, golden[f"greedy_logps_{i}"], atol=2e-4)
-        found.append([output.logprobs for output in outputs])
-    assert found[0] == found[1]
-
-
 if __name__ == "__main__":
-    deterministic() if sys.argv[1] == "deterministic" else main(sys.argv[1])
+    main(sys.argv[1])

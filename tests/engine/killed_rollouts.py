@@ -17,7 +17,8 @@ import time
 from sgljax_engine.engine import Engine
 from tests import inside
 from tests.engine.models import TINY, spread_weights
-from tests.engine.rollout_to_kill import NUM_LONG, NUM_REQUESTS, OPTIONS, PARAMS, PROMPTS, RIDS
+from tests.engine.rollout_to_kill import NUM_LONG, NUM_REQUESTS, PARAMS, PROMPTS, RIDS
+from tests.geometry import SMALL
 
 
 def tell(*words: object) -> None:
@@ -31,14 +32,14 @@ def linger(engine: Engine) -> None:
 
     def step_late() -> None:
         if core.counters.num_finished >= NUM_REQUESTS - NUM_LONG:
-            time.sleep(0.05)
+            time.sleep(0.2)
         step()
 
     core.step = step_late
 
 
 def roll_out(folder: str, *, include_kv: bool) -> None:
-    with Engine(model_config=TINY, weights=spread_weights(), **OPTIONS) as engine:
+    with Engine(model_config=TINY, weights=spread_weights(), **SMALL) as engine:
         engine.warmup()
         linger(engine)
         is_over = threading.Event()

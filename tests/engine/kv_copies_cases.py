@@ -23,18 +23,11 @@ from sgljax_engine.runner.kv import saved_pages
 from tests import inside
 from tests.engine.interrupts import LONG, results, start_all, tokens_of, update_in_flight
 from tests.engine.models import TINY, random_prompts, spread_weights
+from tests.geometry import SMALL
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PROMPTS = random_prompts(9, 1, 40)
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12)
-# One program of each kind.
-SMALL_BATCH: dict[str, Any] = {
-    "page_size": 4,
-    "batch_buckets": (16,),
-    "max_running_requests": 16,
-    "token_buckets": (256,),
-    "chunked_prefill_size": 256,
-}
 COLLECTIVE = re.compile(r"= (.+?) (all-gather|all-reduce|all-to-all|collective-permute)[-a-z]*\(")
 
 
@@ -72,17 +65,17 @@ def collectives(engine: Engine) -> dict[str, Counter]:
 
 def outputs() -> None:
     """Tokens and scores are one device's, and no key moves between devices."""
-    with Engine(model_config=tiny(4), mesh=mesh_of(1, 4), **SMALL_BATCH) as engine:
+    with Engine(model_config=tiny(4), mesh=mesh_of(1, 4), **SMALL) as engine:
         engine.generate_requests(PROMPTS, GREEDY)
         # Of a model with a kv head for each device, which has nothing to copy.
         expected = collectives(engine)
         assert set(expected) == {"prefill", "decode"}
     model, mesh = tiny(1), mesh_of(1, 4)
     weights = spread_weights(model)
-    with Engine(model_config=model, weights=weights, **SMALL_BATCH) as engine:
+    with Engine(model_config=model, weights=weights, **SMALL) as engine:
         tokens = tokens_of(engine.generate_requests(PROMPTS, GREEDY))
         scored = engine.score(PROMPTS[:3])
-    with Engine(model_config=model, weights=weights, mesh=mesh, **SMALL_BATCH) as engine:
+    with Engine(model_config=model, weights=weights, mesh=mesh, **SMALL) as engine:
         assert tokens_of(engine.generate_requests(PROMPTS, GREEDY)) == tokens
         assert collectives(engine) == expected
         for a, b in zip(engine.score(PROMPTS[:3]), scored, strict=True):
@@ -122,7 +115,7 @@ def check_golden(name: str, mesh: Mesh) -> None:
     rows = range(int(golden["num_prompts"]))
     prompts = [golden[f"prompt_{i}"].tolist() for i in rows]
     greedy = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
-    with Engine(GOLDEN / name, mesh=mesh, dtype="float32", **SMALL_BATCH) as engine:
+    with Engine(GOLDEN / name, mesh=mesh, dtype="float32", **SMALL) as engine:
         tokens = tokens_of(engine.generate_requests(prompts, greedy))
     assert tokens == [golden[f"greedy_{i}"].tolist()[:24] for i in rows], name
 
@@ -132,11 +125,7 @@ def states() -> None:
     saved_pages._CHUNK_BYTES = 8192  # pages move a few at a time
     model = tiny(2)
     weights, others = spread_weights(model), spread_weights(model, seed=1)
-    options = {
-        "model_config": model,
-        **SMALL_BATCH,
-        "decode_steps": 4,
-    }  # updates meet running requests
+    options: dict[str, Any] = {"model_config": model, **SMALL}
     mesh = mesh_of(1, 4)
     # The trainer's arrays, over more devices.
     trainer = mesh_of(8, 1)
@@ -213,7 +202,7 @@ def check_checkpoint(source: Engine, target: Engine, folder: str, whole: list[li
     futures = target.restore_checkpoint(folder)
     assert sorted(f.result(600).output_ids for f in futures.values()) == sorted(whole)
     after = target.get_internal_state().counters.num_prefill_tokens
-    assert after - before < 4 * SMALL_BATCH["page_size"]  # what was in no whole page
+    assert after - before < 4 * SMALL["page_size"]  # what was in no whole page
 
 
 def placement() -> None:

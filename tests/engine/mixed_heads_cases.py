@@ -25,17 +25,10 @@ from sgljax_engine.preview import preview_engine
 from tests import inside
 from tests.engine.group_cases import KernelCase, one_device
 from tests.engine.models import MIXED_HEADS, SHARED_KEYS, random_prompts, spread_weights
+from tests.geometry import SMALL
 
 PROMPTS = random_prompts(9, 1, 40)
 GREEDY = SamplingParams(temperature=0, max_new_tokens=20, ignore_eos=True)
-# One program of each kind.
-SMALL_BATCH: dict[str, Any] = {
-    "page_size": 4,
-    "batch_buckets": (16,),
-    "max_running_requests": 16,
-    "token_buckets": (256,),
-    "chunked_prefill_size": 256,
-}
 
 
 def mesh_of(tp_size: int) -> Mesh:
@@ -56,12 +49,12 @@ def shared_keys() -> None:
 def check_equal_to_one_device(model: ModelConfig, tp_size: int) -> None:
     """Tokens, log-probs and scores are one device's, and the memory report is right."""
     weights = spread_weights(model)
-    with Engine(model_config=model, weights=weights, **SMALL_BATCH) as engine:
+    with Engine(model_config=model, weights=weights, **SMALL) as engine:
         expected = engine.generate_requests(PROMPTS, GREEDY)
         scored = engine.score(PROMPTS[:3])
     assert len({token for out in expected for token in out.output_ids}) > 20
     mesh = mesh_of(tp_size)
-    with Engine(model_config=model, weights=weights, mesh=mesh, **SMALL_BATCH) as engine:
+    with Engine(model_config=model, weights=weights, mesh=mesh, **SMALL) as engine:
         check_same(engine.generate_requests(PROMPTS, GREEDY), expected)
         for a, b in zip(engine.score(PROMPTS[:3]), scored, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
@@ -125,32 +118,6 @@ def refusals() -> None:
         place(uneven, mesh_of(6), "float32")
     six = dataclasses.replace(uneven, num_kv_heads=6, vocab_size=128, intermediate_size=64)
     assert place(six, mesh_of(2), "float32").whole.num_tensor_shards == 2
-
-
-def deterministic() -> None:
-    """Requests that share a batch have the bits of the same ones alone."""
-    seeded = [SamplingParams(temperature=0.8, seed=i, max_new_tokens=24) for i in range(9)]
-    alone: dict[str, Any] = {
-        "page_size": 16,
-        "max_running_requests": 1,
-        "decode_steps": 3,
-        "token_buckets": (64,),
-        "chunked_prefill_size": 64,
-    }
-    bits = []
-    for options in (SMALL_BATCH, alone):
-        with Engine(
-            model_config=MIXED_HEADS,
-            weights=spread_weights(MIXED_HEADS),
-            mesh=mesh_of(8),
-            enable_deterministic_sampling=True,
-            **options,
-        ) as engine:
-            made = engine.generate_requests(PROMPTS, seeded)
-        bits.append(
-            [(o.output_ids, np.asarray(o.scaled_logprobs, np.float32).tobytes()) for o in made]
-        )
-    assert bits[0] == bits[1]
 
 
 def kernel_cases() -> list[KernelCase]:

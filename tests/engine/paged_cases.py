@@ -15,12 +15,14 @@ from sgljax_engine import Engine, SamplingParams
 from sgljax_engine.attention.base import AttentionOptions, BlockTables
 from sgljax_engine.cache.kv_pages import LayerKV
 from tests.engine.models import TINY, random_prompts, spread_weights
+from tests.geometry import SMALL
 
 
-def spread(*columns: Sequence[Any]) -> list[Any]:
+def spread(*columns: Sequence[Any], is_main: bool = True) -> list[Any]:
     """Combinations that have each value; the slow tier has it once more, in other combinations.
 
-    Both step through all columns together, the slow one with each column shifted by its index.
+    Both step through all columns together, the slow one with each column shifted by its index. What
+    is not the main road, which users' CPUs take, is a tier lower: slow, and for the soak.
     """
     rows = range(max(map(len, columns)))
     fast, slow = (
@@ -31,9 +33,11 @@ def spread(*columns: Sequence[Any]) -> list[Any]:
         for shift in (0, 1)
     )
     others = [row for row in slow if row not in fast]
+    tiers = ((), pytest.mark.slow) if is_main else (pytest.mark.slow, pytest.mark.soak)
     return [
-        *(pytest.param(*row) for row in fast),
-        *(pytest.param(*row, marks=pytest.mark.slow) for row in others),
+        pytest.param(*row, marks=marks)
+        for rows_of_tier, marks in zip((fast, others), tiers, strict=True)
+        for row in rows_of_tier
     ]
 
 
@@ -142,9 +146,7 @@ def greedy_tokens(**options: Any) -> list[list[int]]:
     with Engine(
         model_config=TINY,
         weights=spread_weights(),
-        page_size=4,
-        max_running_requests=8,
-        decode_steps=4,
+        **SMALL,
         **options,
     ) as engine:
         return [output.output_ids for output in engine.generate_requests(prompts, params)]

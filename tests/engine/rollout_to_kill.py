@@ -1,4 +1,4 @@
-"""What the rollouts of killed_rollouts.py generate, one token of each request at a time."""
+"""What the rollouts of killed_rollouts.py generate."""
 
 from __future__ import annotations
 
@@ -19,11 +19,3 @@ PARAMS: list[dict[str, Any]] = [
     for i in range(NUM_REQUESTS)
 ]
 RIDS = [f"r{i}" for i in range(NUM_REQUESTS)]
-OPTIONS: dict[str, Any] = {
-    "page_size": 4,
-    "max_running_requests": 8,
-    "batch_buckets": (8,),
-    "chunked_prefill_size": 64,
-    "token_buckets": (64,),
-    "decode_steps": 1,
-}

@@ -25,21 +25,13 @@ from sgljax_engine.builder.sources import dummy_weights
 from sgljax_engine.core.adapters import AdapterRegistry
 from tests import inside
 from tests.engine.models import TINY, logical_weights
+from tests.geometry import SMALL
 from tests.threads import LIMIT_S
 
 PROMPTS = [[1, 2, 3, 4, 5], [9, 8, 7], [5] * 9, [1, 2, 3, 4, 5]]
 GREEDY = SamplingParams(temperature=0, max_new_tokens=8)
 KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-OPTIONS = {
-    "max_loras": 3,
-    "max_lora_rank": 4,
-    "page_size": 4,
-    "max_running_requests": 4,
-    "batch_buckets": (4,),
-    "chunked_prefill_size": 64,
-    "token_buckets": (64,),
-    "max_model_len": 64,
-}
+OPTIONS: dict[str, Any] = {**SMALL, "max_loras": 3, "max_lora_rank": 4}
 
 
 def shapes():
@@ -93,16 +85,25 @@ def check_same(found, expected):
 
 
 @pytest.fixture(scope="module")
-def merged():
+def plain():
+    """Without adapters, for those that are merged into its weights."""
+    with make_engine(max_loras=0) as engine:
+        yield engine
+
+
+def generate_merged(plain, adapter):
+    """What comes of an adapter that is merged into the weights."""
+    arrays, rules = adapter
+    plain.update_weights(logical_weights(TINY) | arrays, rules)
+    return generate(plain, None)
+
+
+@pytest.fixture(scope="module")
+def merged(plain):
     """What engines with the adapters merged into their weights generate, by seed; None for none."""
-    outputs = {}
-    engine = make_engine(max_loras=0)
-    outputs[None] = generate(engine, None)
+    outputs = {None: generate_merged(plain, ({}, logical_rules(TINY)))}
     for seed in (1, 2, 3):
-        arrays, rules = make_adapter(seed)
-        engine.update_weights(logical_weights(TINY) | arrays, rules)
-        outputs[seed] = generate(engine, None)
-    engine.shutdown()
+        outputs[seed] = generate_merged(plain, make_adapter(seed))
     assert len({str(out) for out in outputs.values()}) == 4
     return outputs
 
@@ -180,14 +181,10 @@ def test_another_adapter_of_the_same_name(engine, merged):
     check_same(generate(engine, "two"), merged[2])
 
 
-def test_a_smaller_adapter_leaves_nothing_of_the_one_before(engine):
+def test_a_smaller_adapter_leaves_nothing_of_the_one_before(engine, plain):
     small = make_adapter(7, rank=1, kinds=("gate_proj",))
     engine.load_adapter("one", *small)
-    found = generate(engine, "one")
-    fresh = make_engine(max_loras=0)
-    fresh.update_weights(logical_weights(TINY) | small[0], small[1])
-    check_same(found, generate(fresh, None))
-    fresh.shutdown()
+    check_same(generate(engine, "one"), generate_merged(plain, small))
 
 
 @pytest.mark.parametrize("backend", ["auto", pytest.param("xla", marks=pytest.mark.slow)])
@@ -427,14 +424,12 @@ def test_adapters_that_do_not_fit_are_named(engine, merged, name):
     check_same(generate(engine, "one", PROMPTS[:1]), merged[1][:1])
 
 
-def test_engines_without_adapters_refuse_them():
-    engine = make_engine(max_loras=0)
+def test_engines_without_adapters_refuse_them(plain):
     with pytest.raises(EngineStateError, match="the engine was made with max_loras=0"):
-        engine.load_adapter("one", *make_adapter(1))
+        plain.load_adapter("one", *make_adapter(1))
     with pytest.raises(InvalidRequestError, match="lora 'one' is not loaded; loaded: none"):
-        generate(engine, "one")
-    assert not any("lora" in name for name in inside.runner(engine).weights)
-    engine.shutdown()
+        generate(plain, "one")
+    assert not any("lora" in name for name in inside.runner(plain).weights)
 
 
 @pytest.mark.parametrize(
@@ -453,7 +448,7 @@ def test_bad_options_are_named(options, message):
         make_engine(**options)
 
 
-def test_first_adapters_and_few_targets(merged):
+def test_first_adapters_and_few_targets(merged, plain):
     """An engine may start with adapters; projections that none may change have no room."""
     kinds = ("gate_proj", "down_proj")
     adapter = make_adapter(4, kinds=kinds)
@@ -461,14 +456,11 @@ def test_first_adapters_and_few_targets(merged):
     assert engine.weight_version == 0
     slots = [name for name in inside.runner(engine).weights if name.endswith(".lora_a")]
     assert len(slots) == 2 * TINY.num_layers
-    other = make_engine(max_loras=0)
-    other.update_weights(logical_weights(TINY) | adapter[0], adapter[1])
-    check_same(generate(engine, "first"), generate(other, None))
+    check_same(generate(engine, "first"), generate_merged(plain, adapter))
     check_same(generate(engine, None), merged[None])
     with pytest.raises(WeightSyncError, match=r"q_proj.*no adapter slots.*down_proj, gate_proj"):
         engine.load_adapter("second", *make_adapter(1))
-    for each in (engine, other):
-        each.shutdown()
+    engine.shutdown()
 
 
 def test_the_registry_keeps_slots():

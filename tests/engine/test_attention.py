@@ -12,6 +12,7 @@ from sgljax_engine.attention.base import AttentionOptions, BlockTables
 from sgljax_engine.attention.registry import PORTABLE
 from sgljax_engine.cache.kv_pages import LayerKV, write_kv
 from tests.engine.paged_cases import ragged_case, spread
+from tests.tiers import tiered
 
 DEFAULT = AttentionOptions(scale=12**-0.5)
 OPTIONS = {
@@ -33,7 +34,9 @@ SHAPES = (
 )
 
 
-@pytest.mark.parametrize(("shape", "options", "backend"), spread(SHAPES, [*OPTIONS], [*PORTABLE]))
+@pytest.mark.parametrize(
+    ("shape", "options", "backend"), spread(SHAPES, [*OPTIONS], [*PORTABLE], is_main=False)
+)
 def test_ragged_blocks(backend, options, shape):
     page_size, num_heads, num_kv_heads, num_queries = shape
     options = OPTIONS[options]
@@ -94,17 +97,19 @@ def steps(monkeypatch):
     return steps
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_blocks_of_one_request_share_its_keys(options, steps):
+@pytest.mark.parametrize("name", tiered(OPTIONS, (), ("default", "all")))
+def test_blocks_of_one_request_share_its_keys(name, steps):
+    options = OPTIONS[name]
     case, check = blocks_of_one_request()
     check(case.run(PORTABLE["xla_tiles"], options), options)
     jax.effects_barrier()
     assert len(steps) == 2, "all blocks together, 256 keys a step"
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("name", tiered(OPTIONS, (), ("all",)))
 @pytest.mark.parametrize("change", ["pages", "order"])
-def test_blocks_that_are_not_one_request_in_order_share_nothing(change, options, steps):
+def test_blocks_that_are_not_one_request_in_order_share_nothing(change, name, steps):
+    options = OPTIONS[name]
     case, check = blocks_of_one_request()
     if change == "pages":  # as another request's, whose keys are the same
         layer = LayerKV(*(jnp.concatenate([pages, pages]) for pages in case.layer))
@@ -120,6 +125,7 @@ def test_blocks_that_are_not_one_request_in_order_share_nothing(change, options,
     assert len(steps) > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", PORTABLE)
 def test_a_window_skips_the_pages_before_it(backend, steps):
     """Work is bounded by the window: as many steps of the loop at 200 keys as at 20 000."""

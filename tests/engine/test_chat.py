@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from transformers import AutoTokenizer
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
@@ -11,6 +9,7 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from sgljax_engine import Engine, InvalidRequestError
 from tests.engine.models import TINY, spread_weights
 from tests.engine.small_tokenizers import GOLDEN, CharTokenizer
+from tests.geometry import SMALL
 
 FOLDER = GOLDEN / "qwen3_gqa_tied"
 PARAMS = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
@@ -21,13 +20,6 @@ TALK = [
     {"role": "assistant", "content": "yes"},
     {"role": "user", "content": "why?"},
 ]
-OPTIONS: dict[str, Any] = {
-    "page_size": 4,
-    "max_running_requests": 8,
-    "batch_buckets": (8,),
-    "chunked_prefill_size": 256,
-    "token_buckets": (256,),
-}
 
 
 def written(messages, tail="<|im_start|>assistant\n"):
@@ -45,14 +37,14 @@ def golden_tokenizer(template=None):
 
 @pytest.fixture(scope="module")
 def engine():
-    with Engine(FOLDER, **OPTIONS) as engine:
+    with Engine(FOLDER, **SMALL) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
 def tunix_engine():
     adapter = TokenizerAdapter(golden_tokenizer())
-    with Engine(FOLDER, tokenizer=adapter, **OPTIONS) as engine:
+    with Engine(FOLDER, tokenizer=adapter, **SMALL) as engine:
         yield engine
 
 
@@ -79,7 +71,7 @@ class TestTemplate:
         """The template writes BOS itself, and encoding would put another one in front."""
         template = "{{ bos_token }}{{ messages[0].content }}{% if loud %}!{% endif %}"
         tokenizer = golden_tokenizer(template)
-        with Engine(FOLDER, tokenizer=wrap(tokenizer), **OPTIONS) as engine:
+        with Engine(FOLDER, tokenizer=wrap(tokenizer), **SMALL) as engine:
             bos = tokenizer.bos_token_id
             ids = engine.apply_chat_template(ASK)
             assert ids == [bos, *ids_of("hi")]
@@ -158,7 +150,7 @@ class TestErrors:
     def test_a_template_that_refuses(self):
         tokenizer = golden_tokenizer("{{ raise_exception('users first') }}")
         with (
-            Engine(FOLDER, tokenizer=tokenizer, **OPTIONS) as engine,
+            Engine(FOLDER, tokenizer=tokenizer, **SMALL) as engine,
             pytest.raises(InvalidRequestError, match="cannot render messages: users first"),
         ):
             engine.chat(ASK, PARAMS)
@@ -170,7 +162,7 @@ class TestErrors:
     def test_no_template(self, tokenizer, error):
         with (
             Engine(
-                model_config=TINY, weights=spread_weights(), tokenizer=tokenizer, **OPTIONS
+                model_config=TINY, weights=spread_weights(), tokenizer=tokenizer, **SMALL
             ) as engine,
             pytest.raises(InvalidRequestError, match=f"messages need a .*{error}"),
         ):

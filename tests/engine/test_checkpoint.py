@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import shutil
 import threading
 import weakref
 from typing import Any
@@ -36,6 +37,7 @@ from tests.engine.interrupts import (
 )
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.small_tokenizers import CharTokenizer
+from tests.geometry import CHUNKED, WIDE
 from tests.threads import LIMIT_S, running, start
 
 PROMPTS = random_prompts(12, 3, 60)
@@ -76,17 +78,25 @@ def assert_same(futures, expected):
         assert out["meta_info"]["finish_reason"] == expected[rid]["meta_info"]["finish_reason"]
 
 
-@pytest.fixture
-def saved(tmp_path):
-    """A folder with a checkpoint of requests that are finished, run and wait; without KV."""
+@pytest.fixture(scope="module")
+def first_folders(tmp_path_factory):
+    """Checkpoints of requests that are finished, run and wait: without KV, and with it."""
+    folder = tmp_path_factory.mktemp("first")
     with make_engine() as engine:
         call = generate(engine, return_logprob=True)
         run_until_some_are_finished(engine, call)
-        report = engine.save_checkpoint(tmp_path / "saved")
+        report = engine.save_checkpoint(folder / "saved")
         assert report.num_requests == len(RIDS)
+        engine.save_checkpoint(folder / "kv", include_kv=True)
     with pytest.raises(EngineShutdownError):
         call.result(LIMIT_S)
-    return tmp_path / "saved"
+    return folder
+
+
+@pytest.fixture
+def saved(tmp_path, first_folders):
+    """A copy of the folder without KV."""
+    return shutil.copytree(first_folders / "saved", tmp_path / "saved")
 
 
 class TestRestore:
@@ -152,7 +162,7 @@ class TestRestore:
                 for i, each in enumerate(wanted)
             ]
 
-        options = {"tokenizer": CharTokenizer(), "decode_steps": 2}
+        options = {"tokenizer": CharTokenizer()}
         with make_engine(**options) as engine:
             text = engine.generate(input_ids=prompt, sampling_params=wanted[3]["sampling_params"])
             wanted[3]["sampling_params"]["stop"] = [text["text"][60:64]]
@@ -336,7 +346,7 @@ class TestWeights:
         prompt, other = PROMPTS[3] * 3, spread_weights(seed=1)
         params = {"temperature": 0, "max_new_tokens": 4}
         asked = {"return_logprob": True, "logprob_start_len": 0, "sampling_params": params}
-        with make_engine(chunked_prefill_size=16) as engine:
+        with make_engine(**CHUNKED) as engine:
             call = start(lambda: engine.generate(input_ids=prompt, rid="a", **asked))
             wait_until(engine, lambda s: s.counters.num_prefill_tokens > 0)
             engine.pause_generation()
@@ -460,28 +470,28 @@ class TestRefusals:
 
 class TestPages:
     @pytest.fixture
-    def with_kv(self, tmp_path):
-        with make_engine() as engine:
-            call = generate(engine)
-            run_until_some_are_finished(engine, call)
-            engine.save_checkpoint(tmp_path / "kv", include_kv=True)
-            return tmp_path / "kv"
+    def with_kv(self, tmp_path, first_folders):
+        return shutil.copytree(first_folders / "kv", tmp_path / "kv")
 
     def test_a_small_pool_takes_what_fits(self, with_kv, expected, caplog):
+        """Of the pages, and of the requests."""
         num_nodes = len(CheckpointManager(with_kv).load().scheduler_state.prefix_cache.nodes)  # type: ignore[union-attr]
-        with make_engine(num_kv_tokens=240) as engine:
+        with make_engine(**CHUNKED) as engine:
             assert num_nodes > 60
             engine.pause_generation()
             with caplog.at_level(logging.WARNING):
                 futures = engine.restore_checkpoint(with_kv)
-            assert f"60 of {num_nodes} KV pages" in caplog.text
+            assert f"40 of {num_nodes} KV pages" in caplog.text
             engine.check_integrity()
-            assert engine.get_internal_state().cached_kv_tokens == 240
+            assert engine.get_internal_state().cached_kv_tokens == 160
             engine.continue_generation()
-            assert_same(futures, expected)
+            for rid in RIDS[9:]:
+                with pytest.raises(InvalidRequestError, match="the pool holds 160"):
+                    futures.pop(rid).result(LIMIT_S)
+            assert_same(futures, {rid: expected[rid] for rid in RIDS[:9]})
             settle(engine)
 
-    @pytest.mark.parametrize("options", [{"page_size": 8}, {"disable_radix_cache": True}])
+    @pytest.mark.parametrize("options", [WIDE, {"disable_radix_cache": True}], ids=["pages", "off"])
     def test_another_cache_computes_them_again(self, with_kv, expected, options):
         with make_engine(**options) as engine:
             assert_same(engine.restore_checkpoint(with_kv), expected)
@@ -636,20 +646,22 @@ class TestSaving:
             assert len(futures["good"].result(LIMIT_S).output_ids) == NUM_TOKENS
 
     @pytest.mark.parametrize("include_stop", [False, True])
-    def test_what_a_stop_string_ended_is_cut_as_it_was(self, tmp_path, include_stop):
+    @pytest.mark.parametrize("end", [6, 8])
+    def test_what_a_stop_string_ended_is_cut_as_it_was(self, tmp_path, include_stop, end):
         """It is found again, where the last token completed it and where more were made."""
-        options = {"tokenizer": CharTokenizer(), "decode_steps": 1}
+        options = {"tokenizer": CharTokenizer()}
         params = {"temperature": 0.0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
         with make_engine(**options) as engine:
-            text = engine.generate(input_ids=[1, 2, 3], sampling_params=params)["text"]
+            text = engine.generate(input_ids=[5, 6, 7], sampling_params=params)["text"]
             short = params | {
-                "stop": [text[4:6]],
+                "stop": [text[end - 2 : end]],
                 "include_stop_str_in_output": include_stop,
             }
-            expected = engine.generate(input_ids=[1, 2, 3], sampling_params=short)
+            expected = engine.generate(input_ids=[5, 6, 7], sampling_params=short)
+            assert len(expected["output_ids"]) == end
             call = start(
                 lambda: engine.generate(
-                    input_ids=[[1, 2, 3], [4, 5]], sampling_params=[short, params], rid=["a", "b"]
+                    input_ids=[[5, 6, 7], [4, 5]], sampling_params=[short, params], rid=["a", "b"]
                 )
             )
             before = engine.get_internal_state().counters.num_finished

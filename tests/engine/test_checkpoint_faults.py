@@ -24,6 +24,7 @@ from tests.engine.checkpoint_cases import (
     make_prefix,
     make_request,
 )
+from tests.tiers import tiered
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,10 +106,16 @@ class FaultyFile:
         return self._file.fileno()
 
 
-@pytest.mark.parametrize("is_final", [False, True], ids=["once", "dead"])
-@pytest.mark.parametrize("kind", ["first", "later", "reopened"])
-def test_every_step_of_a_save_may_fail(tmp_path, is_final, kind):
-    """With `is_final` nothing works any more, not even tidying up, as when a machine dies."""
+@pytest.mark.parametrize(
+    "fault",
+    tiered(
+        [f"{kind} {end}" for kind in ("first", "later", "reopened") for end in ("once", "dead")],
+        ("later once", "reopened dead"),
+    ),
+)
+def test_every_step_of_a_save_may_fail(tmp_path, fault):
+    """When "dead" nothing works any more, not even tidying up, as when a machine dies."""
+    kind, end = fault.split()
     before = make_checkpoint([make_request(1), make_request(2)], make_prefix(0))
     after = make_checkpoint([make_request(2), make_request(3)], make_prefix(1))
     last = make_checkpoint([make_request(3), make_request(4)])
@@ -126,7 +133,7 @@ def test_every_step_of_a_save_may_fail(tmp_path, is_final, kind):
             manager = CheckpointManager(folder)
         failure = None
         with pytest.MonkeyPatch.context() as patch:
-            fault = Fault(patch, at=at, is_final=is_final)
+            step = Fault(patch, at=at, is_final=end == "dead")
             try:
                 manager.save(after)
             except CheckpointError as error:
@@ -151,7 +158,7 @@ def test_every_step_of_a_save_may_fail(tmp_path, is_final, kind):
         assert fingerprint(CheckpointManager(folder).load()) == last_print
         assert not list(folder.glob("*.tmp"))
         assert len(list(folder.glob("requests-*"))) == 2 * report.num_segments
-        if not fault.has_happened:
+        if not step.has_happened:
             assert not has_failed
             break
     assert at > 20

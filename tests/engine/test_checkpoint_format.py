@@ -154,14 +154,22 @@ def checkpoints(draw: st.DrawFn) -> EngineCheckpoint:
     return make_checkpoint(each, metadata=draw(st.dictionaries(TEXTS, trees, max_size=3)))
 
 
-@settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(checkpoint=checkpoints(), compression=st.sampled_from([None, "zstd"]))
-def test_any_checkpoint_comes_back_as_it_was(tmp_path, checkpoint, compression):
+@pytest.mark.parametrize("num_examples", [25, pytest.param(200, marks=pytest.mark.soak)])
+def test_any_checkpoint_comes_back_as_it_was(tmp_path, num_examples):
+    @settings(
+        max_examples=num_examples,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    @given(checkpoint=checkpoints(), compression=st.sampled_from([None, "zstd"]))
+    def check(checkpoint, compression):
+        check_round_trip(tmp_path, checkpoint, compression)
+
+    check()
+
+
+def check_round_trip(tmp_path, checkpoint, compression):
     expected = fingerprint(checkpoint)
     assert fingerprint(EngineCheckpoint.from_dict(checkpoint.to_dict())) == expected
     # The same folder each time: what was there before must not shine through.
@@ -456,7 +464,7 @@ def test_a_request_that_is_there_twice():
         ({"kv_shapes": [[2, 4]] * 2}, "layer 0 must be uint16"),
         ({"kv_shapes": []}, "kv_shapes must be 1 to 65536 pairs"),
         ({"pages": [1, 2]}, "must be a list of LayerPages"),
-        ({"page_size": 0}, "page_size must be an integer"),
+        ({"page_size": 0}, "page_size must be an integer"),  # no engine
     ],
 )
 def test_prefix_caches_that_are_none(changes, message):

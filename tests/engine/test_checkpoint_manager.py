@@ -139,7 +139,7 @@ def test_garbage_never_outweighs_what_is_needed(tmp_path):
     requests = [make_request(i, num_tokens=1) for i in range(40)]
     manager.save(make_checkpoint(requests))
     num_compacted = 0
-    for step in range(100):
+    for step in range(50):
         place = step * 7 % 39  # the last one never changes
         requests[place] = make_request(place, num_tokens=1, seed=step + 1)
         report = manager.save(make_checkpoint(requests))
@@ -148,7 +148,7 @@ def test_garbage_never_outweighs_what_is_needed(tmp_path):
         assert report.num_segments <= 32
         records = [path.read_bytes() for path in tmp_path.glob("requests-*.json")]
         assert sum(record.count(b'"rid":') for record in records) <= 80
-    assert 1 <= num_compacted <= 5
+    assert 1 <= num_compacted <= 2
     assert fingerprint(manager.load()) == fingerprint(make_checkpoint(requests))
 
 

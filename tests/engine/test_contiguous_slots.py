@@ -13,6 +13,7 @@ from sgljax_engine.runner.kv.contiguous_slots import ContiguousSlots
 from tests import inside
 from tests.engine.interrupts import make_engine, results, start_all, tokens_of, wait_until
 from tests.engine.models import make_requests, random_prompts, spread_weights
+from tests.geometry import SMALL
 
 PARAMS = SamplingParams(max_new_tokens=40, temperature=0.0, ignore_eos=True)
 PROMPTS = random_prompts(7, 3, 70)
@@ -66,7 +67,7 @@ class TestSlots:
 
 @pytest.fixture(scope="module")
 def engine():
-    with make_engine(attention_backend="xla_rows", decode_steps=2, max_running_requests=4) as made:
+    with make_engine(**SMALL, attention_backend="xla_rows") as made:
         yield made
 
 
@@ -88,6 +89,7 @@ def recorded(engine):
     return found, mock.patch.object(programs, "run", run)
 
 
+@pytest.mark.slow
 def test_an_engine_copies_rows_once(engine, expected):
     """All of a batch runs to its end together; the first dispatch alone copies all."""
     found, recording = recorded(engine)
@@ -99,6 +101,7 @@ def test_an_engine_copies_rows_once(engine, expected):
     assert np.count_nonzero(found) > len(found) // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interrupt", ["retract", "in_place", "update", "sleep", "release"])
 def test_what_interrupts_the_pages_changes_no_token(engine, expected, interrupt):
     engine.flush_cache()

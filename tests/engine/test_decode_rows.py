@@ -15,6 +15,9 @@ from sgljax_engine.types import TopLogprobs
 from tests import inside
 from tests.engine.interrupts import make_engine
 from tests.engine.models import make_requests
+from tests.geometry import other
+
+TWO_SIZES = other("programs of four rows and of eight", batch_buckets=(4, 8))
 
 
 @pytest.mark.parametrize(
@@ -121,15 +124,15 @@ def test_each_request_gets_the_results_of_its_row():
 @pytest.mark.parametrize(
     ("lengths", "dispatches"),
     [
-        ([3, 3, 6, 6], [(4, 3), (2, 3)]),  # rows and steps
-        ([2, 3, 4, 6], [(4, 3), (2, 3)]),  # two may finish before a program of two rows serves
-        ([2, 6, 6, 6], [(4, 6)]),
-        ([5, 6], [(2, 6)]),  # no smaller program
+        ([2, 2, 2, 2, 4, 4, 4, 4], [(8, 2), (4, 2)]),  # rows and steps
+        ([1, 2, 3, 3, 4, 4, 4, 4], [(8, 3), (4, 1)]),  # four must finish before four rows serve
+        ([2, 2, 2, 4, 4, 4, 4, 4], [(8, 4)]),
+        ([3, 4], [(4, 4)]),  # no smaller program
     ],
 )
 def test_a_dispatch_ends_when_the_rows_left_fit_a_smaller_program(lengths, dispatches):
     found = []
-    with make_engine(batch_buckets=(2, 4), max_running_requests=4, decode_steps=8) as engine:
+    with make_engine(**TWO_SIZES) as engine:
         runner = inside.runner(engine)
         decode = runner.decode
 

@@ -1,7 +1,8 @@
 """The gated delta rule in both forms against float64, and that cuts do not matter.
 
-The reference is the rule as it is written, token by token. `python -m tests.engine.test_delta_rule`
-prints the errors over 4,096 tokens.
+The reference is the rule as it is written, token by token. These forms are those of other devices;
+test_hybrid_bits.py has those of the JIT-compiled CPU kernels. `python -m
+tests.engine.test_delta_rule` prints the errors over 4,096 tokens.
 """
 
 from __future__ import annotations
@@ -111,6 +112,7 @@ def found():
     return errors()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["recurrent", "chunked", "between"])
 def test_both_forms_over_4096_tokens(found, form):
     assert found[form].max() < 5e-6
@@ -118,6 +120,7 @@ def test_both_forms_over_4096_tokens(found, form):
     assert found[form][-1024:].max() < 4 * found[form][:1024].max()
 
 
+@pytest.mark.slow
 def test_equal_keys_without_decay():
     """The hardest system: all below the diagonal are ones."""
     q, k, v, decay, rate = random_tokens(64)
@@ -127,6 +130,7 @@ def test_equal_keys_without_decay():
         np.testing.assert_allclose(form(q, k, v, decay, rate), expected, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_decays_that_leave_nothing():
     """The exponential of what lies ahead would overflow."""
     q, k, v, decay, rate = random_tokens(64)
@@ -136,10 +140,25 @@ def test_decays_that_leave_nothing():
         np.testing.assert_allclose(form(q, k, v, decay, rate), expected, atol=2e-6)
 
 
+@jax.jit
+def one_pass(tables, owners, inputs, weight, layer):
+    """Blocks, as prefill has them."""
+    return block_recur(NET, tables, owners)(inputs, weight, layer)
+
+
+@jax.jit
+def one_step(active, inputs, weight, layer):
+    """Rows, as decode has them."""
+    return row_recur(NET, active, XlaKernels(), by_token=False)(inputs, weight, layer)
+
+
+@pytest.mark.slow
 class TestWhereStatesLive:
     """Blocks of two requests in slots, against one pass over each alone."""
 
     LENGTHS = (53, 38)
+    NUM_BLOCKS = 8
+    """Of all passes, so that they are of one program; the last ones are unused."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -175,18 +194,18 @@ class TestWhereStatesLive:
             for s, (_, start, end) in zip(slots, pieces, strict=True)
             for _ in range(start, end, BLOCK)
         ]
-        # An unused block at the end.
-        batch.append(net_inputs(np.full_like(x, 9.0) for x in batch[0]))
-        firsts, lens, owners = [*firsts, 0], [*lens, 0], [*owners, NO_SLOT]
+        more = TestWhereStatesLive.NUM_BLOCKS - len(batch)
+        assert more > 0
+        batch += [net_inputs(np.full_like(x, 9.0) for x in batch[0])] * more
+        firsts, lens, owners = firsts + [0] * more, lens + [0] * more, owners + [NO_SLOT] * more
         positions = np.array(firsts, np.int32)[:, None] + np.arange(BLOCK, dtype=np.int32)
         tables = BlockTables(
             jnp.zeros((len(firsts), 1), jnp.int32),
             jnp.asarray(positions),
             jnp.array(lens, jnp.int32),
         )
-        recur = block_recur(NET, tables, jnp.array(owners, jnp.int32))
-        inputs = net_inputs(jnp.concatenate(x) for x in zip(*batch, strict=True))
-        out, layer = recur(inputs, weight, layer)
+        inputs = net_inputs(np.concatenate(x) for x in zip(*batch, strict=True))
+        out, layer = one_pass(tables, jnp.array(owners, jnp.int32), inputs, weight, layer)
         out = np.asarray(out).reshape(len(firsts), BLOCK, *out.shape[1:])
         found, at = [], 0
         for _, start, end in pieces:
@@ -217,10 +236,11 @@ class TestWhereStatesLive:
         expected, _ = self.run([(a, 0, 53), (b, 0, 38)], weight, [0, 1], self.dirty())
         _, layer = self.run([(a, 0, 45), (b, 0, 30)], weight, [0, 1], self.dirty())
         layer = jax.tree.map(lambda x: x[:2], layer)
-        recur = row_recur(NET, jnp.array([True, True]), XlaKernels(), by_token=False)
+        active = jnp.array([True, True])
         for step in range(8):
             rows = [net_inputs(x[45 + step] for x in a), net_inputs(x[30 + step] for x in b)]
-            out, layer = recur(net_inputs(map(np.stack, zip(*rows, strict=True))), weight, layer)
+            inputs = net_inputs(map(np.stack, zip(*rows, strict=True)))
+            out, layer = one_step(active, inputs, weight, layer)
             for row, start in enumerate((45, 30)):
                 np.testing.assert_allclose(out[row], expected[row][start + step], atol=2e-6)
 
@@ -228,8 +248,7 @@ class TestWhereStatesLive:
         (a, b), weight = inputs
         layer = self.dirty(2)
         rows = net_inputs(np.stack([x[0], y[0]]) for x, y in zip(a, b, strict=True))
-        recur = row_recur(NET, jnp.array([False, True]), XlaKernels(), by_token=False)
-        _, new = recur(rows, weight, layer)
+        _, new = one_step(jnp.array([False, True]), rows, weight, layer)
         for before, after in zip(layer, new, strict=True):
             np.testing.assert_array_equal(before[0], after[0])
             assert (np.asarray(before[1]) != np.asarray(after[1])).any()

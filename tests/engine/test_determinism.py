@@ -7,7 +7,7 @@ import fcntl
 import functools
 import os
 import pickle
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,6 +36,7 @@ from tests.engine.determinism_cases import (
 from tests.engine.exactness_checks import check_bits
 from tests.engine.interrupts import wait_until
 from tests.engine.models import MIXED_HEADS, SHARED_KEYS, spread_weights
+from tests.geometry import WIDE, other
 from tests.threads import LIMIT_S, start
 
 NUM_WAYS, NUM_PORTABLE_WAYS = 18, 2
@@ -47,36 +48,46 @@ PLAIN = UNCHANGED[:40]
 """They need fewer programs."""
 
 
-class Geometry(NamedTuple):
-    """What programs are compiled for: the ways to run share a few, since compiling takes long.
-
-    The pools hold from little more than the longest request (which retracts) to all of them.
-    """
-
-    page_size: int
-    num_kv_tokens: int
-    batch_buckets: tuple[int, ...]
-    token_buckets: tuple[int, ...]
-    decode_steps: int
-
-
 GEOMETRIES = (
-    Geometry(16, 4096, (16,), (256,), 16),
-    Geometry(1, 300, (5,), (64,), 4),
-    Geometry(48, 9600, (70,), (272,), 3),
+    other(
+        "many steps, and pages beside which the rows of decode attention fit",
+        WIDE,
+        num_kv_tokens=4096,
+        max_running_requests=16,
+        batch_buckets=(16,),
+    ),
+    other(
+        "pages of one token, as many as one request needs, beside which no rows fit",
+        page_size=1,
+        num_kv_tokens=300,
+        max_running_requests=5,
+        batch_buckets=(5,),
+    ),
+    other(
+        "sizes that divide one another nowhere, and pages for all",
+        page_size=48,
+        num_kv_tokens=9600,
+        max_running_requests=70,
+        batch_buckets=(70,),
+        chunked_prefill_size=272,
+        token_buckets=(272,),
+        decode_steps=3,
+    ),
 )
-"""In one, the rows of decode attention would take more memory than the pages: it reads pages."""
+"""The ways to run share a few, since compiling takes long."""
 
 
 def draw_way(index: int) -> Way:
     """A random way to run the requests."""
     rng = np.random.default_rng(index)
     geometry = GEOMETRIES[index % len(GEOMETRIES)]
-    options: dict[str, Any] = geometry._asdict() | {
-        "max_running_requests": int(rng.integers(2, geometry.batch_buckets[-1] + 1)),
-        "chunked_prefill_size": int(rng.integers(1, geometry.token_buckets[-1] + 1)),
-        "disable_radix_cache": bool(rng.random() < 0.3),
-    }
+    options = other(
+        "limits below the buckets: the same programs",
+        geometry,
+        max_running_requests=int(rng.integers(2, geometry["batch_buckets"][-1] + 1)),
+        chunked_prefill_size=int(rng.integers(1, geometry["token_buckets"][-1] + 1)),
+    )
+    options["disable_radix_cache"] = bool(rng.random() < 0.3)
     return Way(
         options,
         order=rng.permutation(len(REQUESTS)).tolist(),
@@ -95,12 +106,9 @@ def backend(request):
         yield name
 
 
-def ways(backend: str, count: int, num_fast: int) -> list[Any]:
-    """A backend with each way; the first ones are of the fast tier, most are of the soak."""
-    tiers = (
-        () if i < num_fast else pytest.mark.slow if i < 3 else pytest.mark.soak
-        for i in range(count)
-    )
+def ways(backend: str, count: int, slow: tuple[int, ...]) -> list[Any]:
+    """A backend with each way; most are of the soak."""
+    tiers = [pytest.mark.slow if i in slow else pytest.mark.soak for i in range(count)]
     return [pytest.param(backend, index, marks=marks) for index, marks in enumerate(tiers)]
 
 
@@ -132,7 +140,7 @@ def alone(backend, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("backend", "index"),
-    [*ways("native", NUM_WAYS, num_fast=1), *ways("portable", NUM_PORTABLE_WAYS, num_fast=0)],
+    [*ways("native", NUM_WAYS, slow=(0, 2)), *ways("portable", NUM_PORTABLE_WAYS, slow=(0,))],
     indirect=["backend"],
 )
 def test_no_bit_differs(backend, alone, index):
@@ -165,17 +173,18 @@ def test_every_width_from_1_to_64():
     ][:64]
     with make_engine(ALONE) as engine:
         expected = run(engine, asked, Way({}))
-    options = {
-        "max_running_requests": 64,
-        "batch_buckets": tuple(range(1, 65)),
-        "decode_steps": 1,
-        "num_kv_tokens": 64 * 216,
-    }
+    options = other(
+        "a program for each number of rows",
+        WIDE,
+        batch_buckets=tuple(range(1, 65)),
+        decode_steps=1,
+    )
     with make_engine(options) as engine:
         check_bits(run(engine, asked, Way({})), expected)
         assert engine.get_internal_state().num_compiles >= 64
 
 
+@pytest.mark.slow
 @NATIVE
 def test_the_requests_differ(alone):
     """Else they would agree for the wrong reason."""
@@ -199,20 +208,27 @@ def test_a_head_dim_that_rows_do_not_take():
         check_bits(run(engine, PLAIN, way), expected)
 
 
-@pytest.mark.slow
 @NATIVE
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("model", [MIXED_HEADS, SHARED_KEYS], ids=["mixed heads", "shared keys"])
-def test_layers_of_several_kinds(model):
-    """Heads of two sizes, keys that are values, keys of other layers."""
-    way = WAYS[1]._replace(
-        order=range(len(PLAIN))[::-1], interrupt=Interrupter(1, spread_weights(model))
-    )
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(MODEL, id="plain"),
+        pytest.param(MIXED_HEADS, id="mixed heads", marks=pytest.mark.slow),
+        pytest.param(SHARED_KEYS, id="shared keys", marks=pytest.mark.slow),
+    ],
+)
+def test_a_few_requests(model):
+    """In batches, interrupted and retracted; layers with heads of two sizes, and of shared keys."""
+    interrupt = Interrupter(1, spread_weights(model))
+    way = WAYS[1]._replace(order=range(len(PLAIN))[::-1], interrupt=interrupt)
     with make_engine(ALONE, model) as engine:
         expected = run(engine, PLAIN, Way({}))
     with make_engine(way.options, model) as engine:
         check_bits(run(engine, PLAIN, way), expected)
+        assert engine.get_internal_state().counters.num_retractions
     assert len({bits.tokens for bits in expected}) > len(PLAIN) // 2
+    assert len(interrupt.counts) >= 3, "of the ways to interrupt"
 
 
 @pytest.mark.slow
@@ -220,7 +236,7 @@ def test_layers_of_several_kinds(model):
 @pytest.mark.parametrize("is_deterministic", [False, True])
 def test_pages_of_a_checkpoint(alone, tmp_path, is_deterministic):
     """They may come from an engine that adds up otherwise: they are computed anew."""
-    options = {**WAYS[0].options, "disable_radix_cache": False, "decode_steps": 2}
+    options = {**WAYS[0].options, "disable_radix_cache": False}
     expected = [alone[REQUESTS.index(each)] for each in PLAIN]
     flag = {"enable_deterministic_sampling": is_deterministic}
     with make_engine({**options, **flag}) as saving:

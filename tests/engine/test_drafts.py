@@ -27,6 +27,8 @@ from sgljax_engine.speculation.plan import RowDrafts
 from sgljax_engine.speculation.texts import MATCHED_TOKENS
 
 NUM_DRAFTS = 7
+NUM_ROWS = 4
+"""Of all batches, so that there are few programs; those behind the given ones are unused."""
 
 
 @pytest.fixture(autouse=True)
@@ -78,8 +80,13 @@ def test_search(backend):
 
 
 def batch(*rows: RowDrafts, costs: tuple[float, ...] = (1.0,) * 4) -> DraftBatch:
-    made = build_draft_batch(rows, len(rows), TextSizes.of(200, grown=64), costs)
+    made = build_draft_batch(rows, NUM_ROWS, TextSizes.of(200, grown=64), costs)
     return jax.tree.map(jnp.asarray, made)
+
+
+def are_used(rows: DraftBatch) -> np.ndarray:
+    """Which rows of a batch were given, [NUM_ROWS] bool."""
+    return np.asarray(rows.num_text) > 0
 
 
 def row(
@@ -97,12 +104,18 @@ def row(
     return RowDrafts(arrays(history), arrays(siblings), tokens, drafts_own, acceptance, weight)
 
 
+@jax.jit
+def find(rows: DraftBatch, pointers: jax.Array) -> tuple[Match, jax.Array, jax.Array]:
+    match = find_drafts(rows, rows.text, rows.num_text, pointers, search_text)
+    return match, *read_drafts(rows.text, rows.num_text, match, NUM_DRAFTS, vocab_size=100)
+
+
 def drafted(rows: DraftBatch, pointer: int | None = None) -> tuple[list[list[int]], Match]:
     """The drafts of each row, and where they are from."""
     size = rows.text.shape[1]
-    pointers = jnp.full(len(rows.text), size if pointer is None else pointer, jnp.int32)
-    match = find_drafts(rows, rows.text, rows.num_text, pointers, search_text)
-    tokens, counts = read_drafts(rows.text, rows.num_text, match, NUM_DRAFTS, vocab_size=100)
+    pointers = jnp.full(NUM_ROWS, size if pointer is None else pointer, jnp.int32)
+    used = are_used(rows)
+    match, tokens, counts = jax.tree.map(lambda x: np.asarray(x)[used], find(rows, pointers))
     return [t[:n] for t, n in zip(tokens.tolist(), counts.tolist(), strict=True)], match
 
 
@@ -158,17 +171,20 @@ class TestFind:
         assert drafted(rows, pointer=MATCHED_TOKENS + 3)[0] == [[8]]
 
 
+choose = jax.jit(choose_drafts)
+
+
 def chosen(rows: DraftBatch, widths: tuple[int, ...], available: list[int] | int = NUM_DRAFTS):
     """Width and number of drafts of each row, all of the longest matches."""
-    count = len(rows.text)
-    numbers = jnp.zeros(count, jnp.int32)
-    match = Match(numbers == 0, numbers, numbers + 2, numbers)
-    tokens = jnp.zeros((count, NUM_DRAFTS), jnp.int32)
-    has = jnp.broadcast_to(jnp.asarray(available, jnp.int32), count)
-    active = jnp.ones(count, bool)
-    drafts = choose_drafts(rows, match, tokens, has, active, widths)
-    assert sum(drafts.counts) + count <= widths[drafts.width]
-    return int(drafts.width), drafts.counts.tolist()
+    active = are_used(rows)
+    numbers = np.zeros(NUM_ROWS, np.int32)
+    match = Match(numbers == 0, numbers, numbers + 2, numbers)  # type: ignore[arg-type]
+    tokens, has = np.zeros((NUM_ROWS, NUM_DRAFTS), np.int32), numbers.copy()
+    has[active] = available
+    drafts = choose(rows, match, tokens, has, active, np.asarray(widths, np.int32))
+    counts = np.asarray(drafts.counts)[active].tolist()
+    assert sum(counts) + sum(active) <= widths[drafts.width]
+    return int(drafts.width), counts
 
 
 class TestChoose:
@@ -210,22 +226,26 @@ class TestChoose:
     @pytest.mark.parametrize(("acceptance", "pays"), [(0.9, True), (0.1, False)])
     def test_may_pay(self, acceptance, pays):
         rows = batch(row([1], acceptance=(0.0, acceptance, 0.0)), costs=(1.0, 1.5))
-        assert bool(may_pay(rows, jnp.ones(1, bool), (1, 8), NUM_DRAFTS)) == pays
+        found = jax.jit(may_pay, static_argnums=(2, 3))(rows, are_used(rows), (1, 8), NUM_DRAFTS)
+        assert bool(found) == pays
+
+
+learn_step = jax.jit(learn)
 
 
 class TestLearn:
     def after(
         self, num_right: int, counts: int, steps: int = 1, exists: bool = True
     ) -> list[float]:
-        numbers = jnp.zeros(1, jnp.int32)
+        numbers = jnp.zeros(NUM_ROWS, jnp.int32)
         match = Match(numbers == 0 if exists else numbers > 0, numbers, numbers + 2, numbers)
         rows = batch(row([1], acceptance=(0.4, 0.4, 0.4)), costs=(1.0, 1.0))
-        drafts = choose_drafts(
-            rows, match, jnp.zeros((1, 7), jnp.int32), numbers + counts, numbers == 0, (1, 8)
-        )
-        acceptance = rows.acceptance
+        tokens, active = jnp.zeros((NUM_ROWS, NUM_DRAFTS), jnp.int32), jnp.asarray(are_used(rows))
+        widths = jnp.asarray([1, 8], jnp.int32)
+        drafts = choose(rows, match, tokens, numbers + counts, active, widths)
+        acceptance, right, stopped = rows.acceptance, numbers + num_right, numbers > 0
         for _ in range(steps):
-            acceptance = learn(acceptance, drafts, numbers + num_right, numbers == 0, numbers > 0)
+            acceptance = learn_step(acceptance, drafts, right, active, stopped)
         return acceptance[0].tolist()
 
     def test_right_drafts_raise_their_kind(self):

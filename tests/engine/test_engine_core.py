@@ -18,25 +18,18 @@ from sgljax_engine.io_struct import (
 )
 from tests.engine.models import random_prompts, spread_weights
 from tests.engine.stepping import SteppedEngine
+from tests.geometry import SMALL
 
-OPTIONS = {
-    "page_size": 4,
-    "max_running_requests": 4,
-    "batch_buckets": (4,),
-    "decode_steps": 2,
-    "token_buckets": (64,),
-    "chunked_prefill_size": 64,
-    "max_model_len": 64,
-}
 PROMPTS = random_prompts(3, 5, 20)
-NUM_TOKENS = 12
+PER_STEP = SMALL["decode_steps"]
+NUM_TOKENS = 6 * PER_STEP
 PARAMS = SamplingParams(temperature=0, max_new_tokens=NUM_TOKENS)
 NEW = spread_weights(seed=1)
 
 
 @pytest.fixture(scope="module")
 def shared():
-    return SteppedEngine(**OPTIONS)
+    return SteppedEngine(**SMALL)
 
 
 @pytest.fixture
@@ -79,8 +72,8 @@ def test_a_step_has_its_tokens(engine, expected):
     futures = engine.add(PROMPTS, PARAMS)
     assert engine.step() == 1
     running = engine.core.scheduler.running
-    assert [len(request.output_ids) for request in running] == [2, 2, 2]
-    assert engine.finish() == NUM_TOKENS // 2 - 1
+    assert [len(request.output_ids) for request in running] == [PER_STEP] * 3
+    assert engine.finish() == NUM_TOKENS // PER_STEP - 1
     assert tokens(futures) == expected
 
 
@@ -100,11 +93,11 @@ def test_a_pause_between_any_two_steps_changes_no_token(engine, expected, mode, 
 def test_abort_gives_what_there_is(engine, expected, num_steps):
     futures = engine.add(PROMPTS, PARAMS)
     engine.step(num_steps)
-    num_ended = 0 if 2 * num_steps >= NUM_TOKENS else len(PROMPTS)
+    num_ended = 0 if PER_STEP * num_steps >= NUM_TOKENS else len(PROMPTS)
     abort = functools.partial(cmd.Abort, AbortReq(abort_all=True))
     assert engine.ask(abort).result(0) == num_ended
     engine.core.outputs.flush()
-    assert tokens(futures) == [ids[: 2 * num_steps] for ids in expected]
+    assert tokens(futures) == [ids[: PER_STEP * num_steps] for ids in expected]
 
 
 def test_a_pause_that_waits_is_answered_by_the_last_step(engine, expected):
@@ -112,7 +105,7 @@ def test_a_pause_that_waits_is_answered_by_the_last_step(engine, expected):
     engine.step()
     waiting = pause(engine, "wait")
     late = engine.add(PROMPTS[:1], PARAMS)
-    for _ in range(NUM_TOKENS // 2 - 1):
+    for _ in range(NUM_TOKENS // PER_STEP - 1):
         assert not waiting.done()
         assert engine.step() == 1
     assert waiting.result(0) is None
@@ -146,7 +139,7 @@ def test_each_token_has_the_version_of_its_step(engine, mode, num_steps):
     assert update.done() == (mode != "wait" or num_steps == 0)
     engine.finish()
     assert update.result(0) == before + 1
-    num_old = {"wait": NUM_TOKENS if num_steps else 0}.get(mode, 2 * num_steps)
+    num_old = {"wait": NUM_TOKENS if num_steps else 0}.get(mode, PER_STEP * num_steps)
     num_new = 0 if mode == "abort" else NUM_TOKENS - num_old
     for future in futures:
         versions = future.result(0).token_weight_versions
@@ -168,13 +161,13 @@ class TestFailures:
     """A failure of the host costs the requests of the step, or those that run, and nothing else."""
 
     @pytest.mark.parametrize("fault", STEP_FAULTS)
-    @pytest.mark.parametrize("num_steps", [0, 1, NUM_TOKENS // 2 - 1])
+    @pytest.mark.parametrize("num_steps", [0, 1, NUM_TOKENS // PER_STEP - 1])
     def test_the_engine_lives(self, engine, expected, fault, num_steps):
         core = engine.core
         futures = engine.add(PROMPTS, PARAMS)
         engine.step(num_steps)
         is_finishing = fault == "middle of publishing"
-        if is_finishing and num_steps < NUM_TOKENS // 2 - 1:
+        if is_finishing and num_steps < NUM_TOKENS // PER_STEP - 1:
             return  # nothing is finished yet
         owner, name = STEP_FAULTS[fault](core)
         with pytest.MonkeyPatch.context() as patch:

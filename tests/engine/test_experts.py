@@ -17,6 +17,7 @@ from sgljax_engine.layers.experts import Experts, MixOptions, Routing, mix, rout
 from sgljax_engine.layers.kernels import CpuKernels, Options, XlaKernels
 from sgljax_engine.layers.ragged import block_size
 from tests.engine.paged_cases import spread
+from tests.tiers import tiered
 
 WAYS = {
     "ragged_dot": (XlaKernels(), Layout.TOKENS_FIRST, False),
@@ -26,6 +27,7 @@ WAYS = {
     "kernels": (CpuKernels(), Layout.PANELS, False),
 }
 """Kernels, layout, and whether results must be batch-invariant."""
+FAST = ("kernels",)
 
 NUM_DRAWS = 200
 
@@ -107,7 +109,9 @@ def draw(shape: Shape, rng: np.random.Generator, kind: int):
     return x, Routing(weights, numbers), is_used
 
 
-@pytest.mark.parametrize(("shape", "way"), spread(SHAPES, list(WAYS)))
+@pytest.mark.parametrize(
+    ("shape", "way"), [(SHAPES[0], "kernels"), *spread(SHAPES, list(WAYS), is_main=False)]
+)
 def test_random_choices_against_a_loop(shape, way):
     """200 of each shape."""
     rng = np.random.default_rng(1)
@@ -128,7 +132,9 @@ def test_random_choices_against_a_loop(shape, way):
     np.testing.assert_allclose(got, expected_mix(x, routing, experts, everywhere), atol=3e-6)
 
 
-@pytest.mark.parametrize("way", ["equal_blocks", "equal_blocks_tokens_first", "kernels"])
+@pytest.mark.parametrize(
+    "way", tiered(["equal_blocks", "equal_blocks_tokens_first", "kernels"], FAST)
+)
 def test_a_tokens_bits_do_not_depend_on_the_others(way):
     shape = Shape(num_tokens=64, num_experts=6, num_chosen=2, model_dim=96, width=40)
     rng = np.random.default_rng(2)
@@ -146,20 +152,20 @@ def test_a_tokens_bits_do_not_depend_on_the_others(way):
         np.testing.assert_array_equal(few.view(np.int32), alone[order][:16].view(np.int32))
 
 
-def test_unused_tokens_do_no_harm():
+@pytest.mark.parametrize("way", tiered(WAYS, FAST))
+def test_unused_tokens_do_no_harm(way):
     """Whatever they hold, and though they choose experts like others."""
     shape = SHAPES[0]
     rng = np.random.default_rng(3)
     experts = weights_of(shape)
-    for way in WAYS:
-        run, layout = mix_of(way)
-        x, routing, _ = draw(shape, rng, kind=0)
-        is_used = np.arange(shape.num_tokens) < 4
-        wanted = np.asarray(run(x, routing, placed(experts, layout), is_used))
-        x[4:] = np.nan
-        got = np.asarray(run(x, routing, placed(experts, layout), is_used))
-        np.testing.assert_array_equal(got, wanted)
-        assert (got[4:] == 0).all()
+    run, layout = mix_of(way)
+    x, routing, _ = draw(shape, rng, kind=0)
+    is_used = np.arange(shape.num_tokens) < 4
+    wanted = np.asarray(run(x, routing, placed(experts, layout), is_used))
+    x[4:] = np.nan
+    got = np.asarray(run(x, routing, placed(experts, layout), is_used))
+    np.testing.assert_array_equal(got, wanted)
+    assert (got[4:] == 0).all()
 
 
 def test_no_copy_of_an_experts_weights():
@@ -176,6 +182,7 @@ def test_no_copy_of_an_experts_weights():
     assert "while" not in text
 
 
+@pytest.mark.slow
 def test_the_time_follows_the_experts_that_are_hit():
     """As XLA counts it, a turn of the loop costs one expert; `ragged_dot` on CPUs costs all."""
     shape = Shape(num_tokens=8, num_experts=64, num_chosen=2, model_dim=64, width=32)

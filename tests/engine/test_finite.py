@@ -29,6 +29,7 @@ from sgljax_engine.weights.plan import plan_sync
 from sgljax_engine.weights.specs import TargetSpec, source_spec
 from tests.engine.interrupts import make_engine, results, settle, start_all
 from tests.engine.models import TINY, logical_weights, random_prompts, spread_weights
+from tests.geometry import SMALL
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 OLD, NEW = spread_weights(), spread_weights(seed=1)
@@ -107,7 +108,7 @@ class TestUpdate:
     def test_a_folder(self, engine, tmp_path):
         folder = write_golden(tmp_path / "broken", "model.norm.weight")
         with (
-            Engine(GOLDEN / "qwen3_gqa_tied", dtype="float32") as other,
+            Engine(GOLDEN / "qwen3_gqa_tied", dtype="float32", **SMALL) as other,
             pytest.raises(WeightSyncError, match=r"hold NaN or infinity .*: 'model.norm.weight'"),
         ):
             other.update_weights(folder)
@@ -161,7 +162,7 @@ class TestStart:
     def test_a_folder(self, tmp_path):
         folder = write_golden(tmp_path / "broken", PROJECTION)
         with pytest.raises(WeightSyncError, match=f"hold NaN or infinity .*: '{PROJECTION}'"):
-            Engine(folder, dtype="float32")
+            Engine(folder, dtype="float32", **SMALL)
 
 
 def settled_bytes(engine):

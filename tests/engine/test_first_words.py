@@ -72,6 +72,7 @@ def test_an_empty_source_is_refused_in_a_screenful(engine):
     assert len(lines) <= 22
 
 
+@pytest.mark.slow
 def test_a_tokenizer_comes_without_advice_to_install_pytorch():
     """It is the first line on the screen otherwise, and nothing here uses PyTorch."""
     code = (

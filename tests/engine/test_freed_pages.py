@@ -17,14 +17,13 @@ from sgljax_engine.attention.tpu import TpuAttention
 from sgljax_engine.cache.kv_pages import LayerKV
 from tests.engine.native_cases import needs_machine_code
 from tests.engine.paged_cases import RaggedCase, case_of
+from tests.tiers import tiered
 
 PAGE = 16
-CASES = (
-    pytest.param(1, AttentionOptions(scale=0.2, sliding_window=20), id="decode"),
-    pytest.param(
-        16, AttentionOptions(scale=0.5, sliding_window=70, logit_softcap=2.0), id="prefill"
-    ),
-)
+CASES = {
+    "decode": (1, AttentionOptions(scale=0.2, sliding_window=20)),
+    "prefill": (16, AttentionOptions(scale=0.5, sliding_window=70, logit_softcap=2.0)),
+}
 """Queries of a block, and options."""
 BACKENDS: dict[str, Any] = {
     **PORTABLE,
@@ -33,10 +32,13 @@ BACKENDS: dict[str, Any] = {
     "pallas": PallasAttention(interpret=True),
     "tpu": TpuAttention(interpret=True).attend,
 }
+PAIRS = [(backend, case) for backend in BACKENDS for case in CASES]
+SLOW = [(backend, [*CASES][index % 2]) for index, backend in enumerate(BACKENDS)]
 
 
-def case_without(options: AttentionOptions, num_queries: int, head_dim: int) -> RaggedCase:
+def case_without(name: str, head_dim: int) -> tuple[RaggedCase, AttentionOptions]:
     """A case whose tables have a page of zeros for each page before a block's window."""
+    num_queries, options = CASES[name]
     case = case_of((PAGE, 4, 2, num_queries, head_dim))
     table = np.array(case.tables.page_table)
     rows = list(zip(table[:-1], case.keys, strict=True))
@@ -51,18 +53,18 @@ def case_without(options: AttentionOptions, num_queries: int, head_dim: int) -> 
     assert num_freed > 0
     layer = LayerKV(*(pages.at[null].set(0) for pages in case.layer))
     tables = case.tables._replace(page_table=jnp.asarray(table))
-    return case._replace(layer=layer, tables=tables)
+    return case._replace(layer=layer, tables=tables), options
 
 
-@pytest.mark.parametrize(("num_queries", "options"), CASES)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_reading(backend, num_queries, options):
-    case = case_without(options, num_queries, head_dim=128 if backend == "tpu" else 16)
+@pytest.mark.parametrize("pair", tiered(PAIRS, (), SLOW), ids="-".join)
+def test_reading(pair):
+    backend, name = pair
+    case, options = case_without(name, head_dim=128 if backend == "tpu" else 16)
     case.check(case.run(BACKENDS[backend], options), options, atol=2e-5)
 
 
 @needs_machine_code
-@pytest.mark.parametrize(("num_queries", "options"), CASES)
-def test_jit_compiled_kernels(num_queries, options):
-    case = case_without(options, num_queries, head_dim=16)
+@pytest.mark.parametrize("name", CASES)
+def test_jit_compiled_kernels(name):
+    case, options = case_without(name, head_dim=16)
     case.check(case.run(native_attention, options), options, atol=2e-5)

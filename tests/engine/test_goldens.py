@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -18,26 +17,12 @@ from sgljax_engine.models.registry import MODELS
 from sgljax_engine.placement import submeshes
 from tests import inside
 from tests.engine.exactness_checks import check_golden, check_golden_scores
+from tests.geometry import SMALL
 from tests.tiers import tiered
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-OPTIONS: dict[str, Any] = {
-    "page_size": 4,
-    "max_running_requests": 8,
-    "batch_buckets": (8,),
-    "token_buckets": (256,),
-    "chunked_prefill_size": 256,
-}
-"""One program of each kind."""
-FAST = (
-    "gemma2_window",
-    "gemma4_shared_keys",
-    "llama_scaled_untied",
-    "qwen2_bias_untied",
-    "qwen3_gqa_tied",
-    "qwen3_moe_odd_sharded",
-)
-"""Those of the fast tier: each kind of layer."""
+FAST = ("gemma2_window", "llama_scaled_untied", "qwen2_bias_untied", "qwen3_gqa_tied")
+"""Those of the fast tier: what layers without experts and without shared keys have."""
 
 FOLDERS = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
 
@@ -50,7 +35,7 @@ PLAIN = [name for name in FOLDERS if not name.startswith(("qwen3_next", "qwen3_5
 def model(request):
     folder = GOLDEN / request.param
     golden = np.load(folder / "golden.npz")
-    with Engine(folder, dtype="float32", **OPTIONS) as engine:
+    with Engine(folder, dtype="float32", **SMALL) as engine:
         yield engine, golden
 
 
@@ -78,7 +63,7 @@ def strict_ranks(name):
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("qwen2_bias_untied", Layout.TOKENS_FIRST),
+        pytest.param("qwen2_bias_untied", Layout.TOKENS_FIRST, marks=pytest.mark.slow),
         pytest.param("gemma2_window", Layout.TOKENS_FIRST, marks=pytest.mark.soak),
         pytest.param("gemma4_shared_keys", Layout.FEATURES_FIRST, marks=pytest.mark.slow),
         pytest.param("qwen3_moe_odd_sharded", Layout.TOKENS_FIRST, marks=pytest.mark.soak),
@@ -91,7 +76,7 @@ def test_without_jit_compiled_kernels(name, layout, monkeypatch):
     monkeypatch.setattr(target, "unavailable", lambda: "this is a test of what else there is")
     monkeypatch.setattr(submeshes, "default_layout", lambda platform: layout)
     golden = np.load(GOLDEN / name / "golden.npz")
-    with Engine(GOLDEN / name, dtype="float32", **OPTIONS) as engine:
+    with Engine(GOLDEN / name, dtype="float32", **SMALL) as engine:
         context = inside.runner(engine)._static.context
         assert isinstance(context.kernels, XlaKernels)
         assert context.layout is layout

@@ -35,6 +35,7 @@ def exact(x) -> np.ndarray:
     return np.asarray(x, np.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_products_of_each_expert(sizes, dtype):
@@ -98,6 +99,7 @@ def mixed(fused: FusedProducts | None, dtype: jnp.dtype, *, is_batch_invariant: 
     return jax.jit(functools.partial(mix, options=options))(draw(20, 64), routing, experts, is_used)
 
 
+@pytest.mark.slow
 def test_a_layer_of_experts():
     """The bits of XLA's products up to rounding; zeros for unused tokens."""
     dtype = jnp.dtype(jnp.float32)

@@ -25,12 +25,13 @@ from sgljax_engine.layers import invariant as layers
 from sgljax_engine.layers.rope import rope_tables, rope_timescales
 from sgljax_engine.runner.batches.page_ids import NO_SLOT
 from tests import inside
-from tests.engine.determinism_cases import MODEL, Way, make_engine, requests, run, using
+from tests.engine.determinism_cases import ALONE, MODEL, Way, make_engine, requests, run, using
 from tests.engine.exactness_checks import check_bits
 from tests.engine.gpu_interpreted import INVARIANT, OPTIONS, use_gpu_kernels
 from tests.engine.models import MIXED_HEADS, TINY_MOE
 from tests.engine.paged_cases import OPTIONS as ATTENTION_OPTIONS
 from tests.engine.paged_cases import case_of, needs_gpu, spread
+from tests.geometry import CHUNKED, SMALL
 
 QUICK_COMPILE = "interpreted kernels of GPUs, which no user compiles for CPUs"
 
@@ -43,6 +44,7 @@ def exact(x) -> np.ndarray:
     return np.asarray(x, np.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_products_and_norms(dtype):
     """Values, and the bits of some tokens among others and among many."""
@@ -90,7 +92,7 @@ def test_products_and_norms(dtype):
 
 @pytest.mark.parametrize(
     ("heads", "has_norms", "dtype"),
-    spread([(4, 2), (20, 3)], [True, False], [jnp.float32, jnp.bfloat16]),
+    spread([(4, 2), (20, 3)], [True, False], [jnp.float32, jnp.bfloat16], is_main=False),
 )
 def test_heads(heads, has_norms, dtype):
     """Norms and rotary embedding; with pages, what has a slot is written and nothing else."""
@@ -137,6 +139,7 @@ def test_heads(heads, has_norms, dtype):
         [(16, 4, 2, 5, 64), (4, 3, 3, 11, 16), (32, 20, 1, 3, 32)],
         list(ATTENTION_OPTIONS),
         [jnp.float32, jnp.bfloat16],
+        is_main=False,
     ),
 )
 def test_attention(shape, options, dtype, monkeypatch):
@@ -183,6 +186,7 @@ class TestOnHardware:
         check_engine(options | {"dtype": "bfloat16", "enable_deterministic_sampling": True}, "off")
 
 
+@pytest.mark.slow
 def test_attention_of_others_is_not_invariant(monkeypatch):
     """The comparison finds what depends on the batch: there, splits follow from it."""
     case, options = case_of((16, 4, 2, 1, 64)), AttentionOptions(scale=0.2)
@@ -227,21 +231,6 @@ ASKED = [
     for each in requests(24, MODEL.vocab_size)
     if not each.params.changes_logits
 ][:8]
-ALONE = {
-    "max_running_requests": 1,
-    "token_buckets": (64,),
-    "chunked_prefill_size": 64,
-    "decode_steps": 1,
-}
-OTHERS = {
-    "batch_buckets": (5,),
-    "max_running_requests": 5,
-    "token_buckets": (128,),
-    "chunked_prefill_size": 20,
-    "decode_steps": 4,
-    "page_size": 4,
-    "num_kv_tokens": 256,
-}
 
 
 def check_engine(options: dict[str, Any], speculation: str) -> None:
@@ -251,7 +240,7 @@ def check_engine(options: dict[str, Any], speculation: str) -> None:
         assert static.context.kernels == layers.InvariantKernels.make()
         assert static.context.tile_widths == ()
         expected = run(engine, ASKED, Way({}))
-    with make_engine(OTHERS | options | {"speculation": speculation}, SERVED) as engine:
+    with make_engine({**CHUNKED, **options, "speculation": speculation}, SERVED) as engine:
         check_bits(run(engine, ASKED, Way({})), expected)
         texts = [[*asked.prompt, *bits.tokens] for asked, bits in zip(ASKED, expected, strict=True)]
         starts = [len(asked.prompt) for asked in ASKED]
@@ -264,10 +253,10 @@ class TestEngine:
     @pytest.mark.slow
     def test_the_portable_code_agrees(self, monkeypatch):
         with using("portable"):
-            with make_engine({"max_running_requests": 5, "page_size": 4}, SERVED) as engine:
+            with make_engine(SMALL, SERVED) as engine:
                 portable = run(engine, ASKED, Way({}))
             use_gpu_kernels(monkeypatch, fused.FusedProducts(interpret=True))
-            with make_engine(OTHERS | OPTIONS, SERVED) as engine:
+            with make_engine({**CHUNKED, **OPTIONS}, SERVED) as engine:
                 found = run(engine, ASKED, Way({}))
         assert [bits.tokens for bits in found] == [bits.tokens for bits in portable]
 

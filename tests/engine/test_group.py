@@ -11,35 +11,35 @@ from tests.devices import run_python
 
 
 @pytest.mark.parametrize(
-    "case",
+    "cases",
     [
-        "sizes",
-        "auto",
-        "moves",
-        "ids",
-        "faults",
+        "sizes auto ids",
+        pytest.param("moves faults", marks=pytest.mark.slow),
         pytest.param("routing", marks=pytest.mark.slow),
         pytest.param("gpu_kernel", marks=pytest.mark.slow),
         pytest.param("tpu_kernel", marks=pytest.mark.soak),
-        pytest.param("trainers_weights", marks=pytest.mark.slow),
-        pytest.param("scores", marks=pytest.mark.slow),
-        pytest.param("checkpoints", marks=pytest.mark.slow),
+        pytest.param("trainers_weights scores checkpoints", marks=pytest.mark.slow),
         pytest.param("meshes", marks=pytest.mark.slow),
         pytest.param("flops", marks=pytest.mark.soak),
     ],
 )
-def test_on_eight_devices(case, tmp_path):
-    run("tests.engine.group_cases", case, *([str(tmp_path)] if case == "checkpoints" else []))
+def test_on_eight_devices(cases):
+    """Cases of a process have engines of the same programs."""
+    run("tests.engine.group_cases", *cases.split())
 
 
-@pytest.mark.parametrize("step", [31, pytest.param(3, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "step",
+    [pytest.param(31, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.soak)],
+)
 def test_refusals_interrupts_and_faults(step):
     """Nothing hangs or is left behind; callers are interrupted at every so many places."""
     run("tests.engine.group_faults", step)
 
 
 @pytest.mark.parametrize(
-    ("num_examples", "num_steps"), [(80, 8), pytest.param(60, 40, marks=pytest.mark.soak)]
+    ("num_examples", "num_steps"),
+    [pytest.param(40, 8, marks=pytest.mark.slow), pytest.param(60, 40, marks=pytest.mark.soak)],
 )
 def test_interrupt_machine(num_examples, num_steps):
     """As for one engine, with adapters, stop strings and interrupted callers too."""

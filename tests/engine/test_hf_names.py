@@ -28,12 +28,15 @@ from sgljax_engine.weights.loader import read_hf_folder
 from sgljax_engine.weights.plan import plan_sync
 from sgljax_engine.weights.specs import source_spec
 from tests.engine.models import TINY, ForeignTensor, logical_weights, spread_weights
+from tests.geometry import SMALL
+from tests.tiers import tiered
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FOLDERS = ["qwen2_bias_untied", "qwen3_gqa_tied", "gemma3_window", "llama_scaled_untied"]
 """Those with a square projection."""
+FAST = ("qwen3_gqa_tied",)
 
-OPTIONS = {"dtype": "float32", "page_size": 4, "max_running_requests": 4, "batch_buckets": (4,)}
+OPTIONS: dict[str, Any] = {**SMALL, "dtype": "float32"}
 SQUARE = "model.layers.0.self_attn.k_proj.weight"
 WIDE = "model.layers.0.mlp.up_proj.weight"
 
@@ -51,7 +54,7 @@ def engine():
         yield engine
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", tiered(FOLDERS, FAST))
 def test_transformers_weights_come_out_right(name):
     """Against what transformers computes with them, from the start and after an update."""
     folder, golden = GOLDEN / name, np.load(GOLDEN / name / "golden.npz")

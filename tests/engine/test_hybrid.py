@@ -41,6 +41,7 @@ from tests.engine.interrupts import (
 )
 from tests.engine.models import HYBRID, logical_weights, random_prompts, spread_weights
 from tests.engine.test_quantization import rounded, scores
+from tests.geometry import CHUNKED, SMALL
 from tests.threads import gate_steps, running
 from tests.tiers import tiered
 
@@ -54,22 +55,14 @@ FAST = ("qwen3_5_ratio_two",)
 SLOW = ("qwen3_next_grouped", "qwen3_5_moe_equal_heads")
 """With one of the fast tier one of each class: what has an engine of its own for each shape."""
 PARAMS = SamplingParams(temperature=0, max_new_tokens=64, ignore_eos=True)
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "page_size": 4,
-    "max_running_requests": 8,
-    "batch_buckets": (8,),
-    "token_buckets": (64,),
-    "chunked_prefill_size": 64,
-    "decode_steps": 4,
-}
+OPTIONS: dict[str, Any] = {**SMALL, "dtype": "float32"}
 
 
 def make_engine(folder: Path, **options: Any) -> Engine:
     return gate_steps(Engine(folder, **OPTIONS | options))
 
 
-@pytest.fixture(scope="module", params=tiered(FOLDERS, FAST))
+@pytest.fixture(scope="module", params=tiered(FOLDERS, FAST, SLOW))
 def folder(request):
     return GOLDEN / request.param
 
@@ -135,9 +128,7 @@ class TestAnswers:
         """Prompts in chunks of 16, and requests that are prefilled again with their answers."""
         folder, golden = example
         options: dict[str, Any] = {
-            "token_buckets": (16,),
-            "chunked_prefill_size": 16,
-            "num_kv_tokens": 160,
+            **CHUNKED,
             "init_new_token_ratio": 0.0,
             "min_new_token_ratio": 0.0,
         }
@@ -146,6 +137,7 @@ class TestAnswers:
             assert engine.get_internal_state().counters.num_retractions > 0
             assert_idle(engine)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("drafter", DRAFTERS)
     def test_drafts(self, example, drafter):
         """Right and wrong ones; wrong ones leave no trace in the states."""
@@ -265,7 +257,7 @@ class TestSlots:
         net = config.linear_attention
         found = {}
         for free_bytes in (None, 4 << 20, 1 << 20, 1 << 18):
-            options = {"max_running_requests": 64, "mem_fraction_static": 0.5}
+            options = {"max_running_requests": 64, "mem_fraction_static": 0.5}  # no engine
             engine_config = EngineConfig.from_options(options)
             placement = place(config, None, "float32").engines[0]
             found[free_bytes] = plan_states(config, engine_config, placement, free_bytes)
@@ -360,7 +352,6 @@ def test_heads_that_do_not_divide_are_refused(name, tp_size, named):
     [
         pytest.param("grouped", marks=pytest.mark.slow),
         pytest.param("ungrouped", marks=pytest.mark.soak),
-        pytest.param("deterministic", marks=pytest.mark.soak),
     ],
 )
 def test_on_two_devices(case):

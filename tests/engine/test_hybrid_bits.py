@@ -32,30 +32,23 @@ from tests.engine.exactness_checks import check_bits
 from tests.engine.models import HYBRID, spread_weights
 from tests.engine.native_cases import needs_machine_code
 from tests.engine.test_delta_rule import NET, random_tokens, reference
+from tests.geometry import CHUNKED
 
-MODEL = dataclasses.replace(HYBRID, vocab_size=64, eos_token_ids=(5,))
+MODEL = dataclasses.replace(HYBRID, eos_token_ids=(5,))
 ASKED = [
     each._replace(prompt=each.prompt[:60])
     for each in requests(40, MODEL.vocab_size)
     if not each.params.changes_logits
 ][:12]
 UNCACHED: dict[str, Any] = {**ALONE, "disable_radix_cache": True}
-SMALL: dict[str, Any] = {
-    "page_size": 4,
-    "num_kv_tokens": 128,
-    "max_running_requests": 5,
-    "batch_buckets": (5,),
-    "token_buckets": (16,),
-    "chunked_prefill_size": 7,
-    "decode_steps": 4,
-    "init_new_token_ratio": 0.0,
-    "min_new_token_ratio": 0.0,
-    "max_model_len": 120,
-}
-"""Chunks of 7 tokens, and a pool that retracts."""
+SCARCE: dict[str, Any] = {**CHUNKED, "init_new_token_ratio": 0.0, "min_new_token_ratio": 0.0}
+"""A pool that retracts."""
 
-KERNELS = [pytest.param(CpuKernels(), marks=needs_machine_code), XlaKernels()]
-WIDE = dataclasses.replace(NET, key_dim=20, value_dim=144)
+KERNELS = [
+    pytest.param(CpuKernels(), marks=needs_machine_code),
+    pytest.param(XlaKernels(), marks=pytest.mark.slow),
+]
+LARGE = dataclasses.replace(NET, key_dim=20, value_dim=144)
 """More columns than are summed at once, and a partly filled last vector of keys."""
 
 
@@ -87,7 +80,7 @@ class TestEngine:
     )
     def test_no_bit_differs(self, backend, alone, drafts):
         """Batches, chunks, interruptions, retraction; the second time from kept states."""
-        with make_engine(SMALL | {"speculation": drafts}, MODEL) as engine:
+        with make_engine(SCARCE | {"speculation": drafts}, MODEL) as engine:
             for _ in range(2):
                 interrupt = Interrupter(1, spread_weights(MODEL))
                 order = range(len(ASKED))[::-1]
@@ -103,7 +96,7 @@ class TestEngine:
         """A sampled token's log-prob equals its score as part of a prompt's answer."""
         asked, bits = ASKED[1], alone[1]
         tokens = asked.prompt + list(bits.tokens)
-        with make_engine(SMALL, MODEL) as engine:
+        with make_engine(SCARCE, MODEL) as engine:
             first = engine.generate_requests([asked.prompt], asked.params)[0]
             again = engine.generate_requests([tokens], asked.params)[0]
             engine.flush_cache()
@@ -122,7 +115,7 @@ def test_drafts_where_ranks_are_not_promoted(backend, alone):
     before = jax.config.jax_numpy_rank_promotion  # type: ignore[attr-defined]
     jax.config.update("jax_numpy_rank_promotion", "raise")
     try:
-        with make_engine(SMALL | {"speculation": "always"}, MODEL) as engine:
+        with make_engine(SCARCE | {"speculation": "always"}, MODEL) as engine:
             check_bits(run(engine, ASKED[:4], Way({})), alone[:4])
             assert engine.get_internal_state().counters.num_draft_tokens > 0
     finally:
@@ -167,7 +160,7 @@ class TestRule:
 
     def test_sequences_side_by_side(self, kernels):
         """Tokens of two slots in turns, and of none; sizes that fill no vector."""
-        net, rng = WIDE, np.random.default_rng(0)
+        net, rng = LARGE, np.random.default_rng(0)
         groups, ratio = net.num_key_heads, net.ratio
         sizes = (groups, net.key_dim), (groups, net.key_dim), (groups, ratio, net.value_dim)
         q, k, v = (rng.standard_normal((12, *size)).astype(np.float32) * 0.3 for size in sizes)
@@ -192,21 +185,21 @@ class TestRule:
     def test_heads(self, kernels):
         """Convolution, silu and norms against float64; the same bits in blocks and alone."""
         rng = np.random.default_rng(0)
-        weight = rng.standard_normal((WIDE.num_channels, WIDE.conv_size)).astype(np.float32)
-        window = rng.standard_normal((3, 8, WIDE.num_channels)).astype(np.float32)
+        weight = rng.standard_normal((LARGE.num_channels, LARGE.conv_size)).astype(np.float32)
+        window = rng.standard_normal((3, 8, LARGE.num_channels)).astype(np.float32)
 
         @jax.jit
         def heads(window, is_used):
-            return kernels.net_heads(window, weight, WIDE.head_sizes, is_used)
+            return kernels.net_heads(window, weight, LARGE.head_sizes, is_used)
 
         found = np.asarray(heads(window, np.ones((3, 5), bool)))
         taps = lax.broadcasted_iota(jnp.int32, (5, 4), 0) + np.arange(4, dtype=np.int32)[None]
         x = np.einsum("ntwc,cw->ntc", window[:, np.asarray(taps)].astype(np.float64), weight)
         x = x / (1 + np.exp(-x))
-        keys = WIDE.num_key_heads * WIDE.key_dim
-        q, k = (x[..., i * keys : (i + 1) * keys].reshape(3, 5, -1, WIDE.key_dim) for i in (0, 1))
+        keys = LARGE.num_key_heads * LARGE.key_dim
+        q, k = (x[..., i * keys : (i + 1) * keys].reshape(3, 5, -1, LARGE.key_dim) for i in (0, 1))
         q, k = (y / np.sqrt((y * y).sum(-1, keepdims=True) + delta_net.EPS) for y in (q, k))
-        parts = q * WIDE.key_dim**-0.5, k, x[..., 2 * keys :]
+        parts = q * LARGE.key_dim**-0.5, k, x[..., 2 * keys :]
         expected = np.concatenate([part.reshape(3, 5, -1) for part in parts], axis=-1)
         np.testing.assert_allclose(found, expected, atol=2e-6)
         for token in range(5):

@@ -8,6 +8,7 @@ import pytest
 
 from sgljax_engine import Engine, SamplingParams
 from tests.engine.models import TINY, random_prompts, spread_weights
+from tests.geometry import SMALL
 from tests.threads import LIMIT_S, gate_steps, start, take_steps
 
 QUICK_COMPILE = "what an idle engine does"
@@ -30,7 +31,7 @@ def cpu_share_while_still() -> float:
 def test_no_thread_spins_while_paused(mode):
     """With requests that run or wait, and a thread for updates."""
     params = SamplingParams(temperature=0, max_new_tokens=100)
-    with Engine(model_config=TINY, weights=spread_weights(), max_running_requests=8) as engine:
+    with Engine(model_config=TINY, weights=spread_weights(), **SMALL) as engine:
         gate_steps(engine)
         engine.update_weights(spread_weights())
         first = start(lambda: engine.generate_requests(random_prompts(16, 1, 20), params))

@@ -16,7 +16,8 @@ import pytest
 from sgljax_engine import CheckpointManager, Engine
 from tests.engine.interrupts import settle
 from tests.engine.models import TINY, spread_weights
-from tests.engine.rollout_to_kill import NUM_LONG, NUM_REQUESTS, OPTIONS, PARAMS, PROMPTS, RIDS
+from tests.engine.rollout_to_kill import NUM_LONG, NUM_REQUESTS, PARAMS, PROMPTS, RIDS
+from tests.geometry import SMALL
 from tests.threads import LIMIT_S
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with Engine(model_config=TINY, weights=spread_weights(), **OPTIONS) as engine:
+    with Engine(model_config=TINY, weights=spread_weights(), **SMALL) as engine:
         yield engine
 
 

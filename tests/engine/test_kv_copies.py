@@ -13,7 +13,7 @@ from tests.devices import run_python
 @pytest.mark.parametrize(
     "case",
     [
-        "placement",
+        pytest.param("placement", marks=pytest.mark.slow),
         pytest.param("outputs", marks=pytest.mark.slow),
         pytest.param("families", marks=pytest.mark.soak),
         pytest.param("states", marks=pytest.mark.slow),
