@@ -26,6 +26,7 @@ from sgljax_engine.runner.kv import plan as memory
 from tests import inside
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.paged_cases import ragged_case, reference, spread
+from tests.geometry import SMALL
 
 DEFAULT = AttentionOptions(scale=0.25)
 OPTIONS = {
@@ -267,11 +268,7 @@ class TestEngine:
             weights=spread_weights(),
             attention_backend=backend,
             linear_backend="xla",
-            max_running_requests=8,
-            batch_buckets=(8,),
-            token_buckets=(256,),
-            chunked_prefill_size=256,
-            page_size=4,
+            **SMALL,
         ) as engine:
             outputs = engine.generate_requests(prompts, params)
             assert bool(engine.get_internal_state().memory.contiguous_kv_bytes) == (
@@ -288,6 +285,7 @@ class TestEngine:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
+            # no engine takes a step
             ({"max_running_requests": 512}, r"'xla_rows' takes \d+ bytes for 512 rows of 256"),
             ({}, rf"needs a head_dim that is a multiple of {contiguous_kv.LANES}, got 4"),
         ],
@@ -296,7 +294,7 @@ class TestEngine:
         """Refused when asked for by name; "auto" reads pages instead."""
         monkeypatch.setattr(memory, "free_bytes", lambda _: FREE_BYTES)
         model = TINY if options else dataclasses.replace(TINY, head_dim=4)
-        arguments = {
+        arguments = {  # no engine takes a step
             "model_config": model,
             "weights": spread_weights(model),
             "num_kv_tokens": 1024,
@@ -308,6 +306,7 @@ class TestEngine:
             assert engine.get_internal_state().memory.contiguous_kv_bytes == 0
             assert inside.runner(engine).kv_memory.contiguous_kv == ()
 
+    @pytest.mark.slow
     def test_rows_are_allocated_once(self):
         """Every dispatch hands the same memory back."""
         params = SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True)
@@ -315,8 +314,8 @@ class TestEngine:
             model_config=TINY,
             weights=spread_weights(),
             attention_backend="xla_rows",
-            max_running_requests=8,
-            decode_steps=1,
+            linear_backend="xla",
+            **SMALL,
         ) as engine:
             runner = inside.runner(engine)
 

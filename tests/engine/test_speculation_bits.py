@@ -24,21 +24,13 @@ from tests.engine.determinism_cases import (
     using,
 )
 from tests.engine.models import spread_weights
+from tests.geometry import SMALL
 
 REQUESTS = requests(200, MODEL.vocab_size)
 PLAIN = [each for each in REQUESTS if not each.params.changes_logits and not each.top_logprobs]
 """They need one program of each kind."""
 
-OPTIONS: dict[str, Any] = {
-    "page_size": 16,
-    "num_kv_tokens": 4096,
-    "batch_buckets": (4,),
-    "max_running_requests": 4,
-    "token_buckets": (256,),
-    "chunked_prefill_size": 256,
-    "decode_steps": 16,
-    "speculation": "always",
-}
+OPTIONS: dict[str, Any] = {**SMALL, "speculation": "always"}
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +70,7 @@ def run_twice(expected: Any, asked: Sequence[Asked], **options: Any) -> EngineCo
         return engine.get_internal_state().counters
 
 
+@pytest.mark.slow
 @BOTH
 def test_some_requests(backend):
     """Takes settings that need no further programs, so that it is fast."""
@@ -114,8 +107,7 @@ def test_each_drafter(expected, drafter):
 @pytest.mark.parametrize("num_drafts", [2, pytest.param(30, marks=pytest.mark.soak)])
 def test_each_width(expected, num_drafts):
     """Most drafts of a row, from which the widths of steps follow."""
-    options = {"speculative_num_draft_tokens": num_drafts, "batch_buckets": (4,)}
-    counters = run_twice(expected, PLAIN[:20], **options)
+    counters = run_twice(expected, PLAIN[:20], speculative_num_draft_tokens=num_drafts)
     assert counters.num_accepted_tokens > 100
     assert 1 < counters.acceptance_length <= 1 + num_drafts
 
@@ -150,8 +142,7 @@ def test_siblings(backend):
 def test_interruptions(expected, seed):
     """Pauses, retractions, updates and sleep; drafts of an older policy are only drafts."""
     interrupt = Interrupter(seed, spread_weights(MODEL))
-    options = {"num_kv_tokens": 600, "decode_steps": 4}
-    with make_engine(OPTIONS | options) as engine:
+    with make_engine(OPTIONS) as engine:
         for _ in range(2):
             found = run(engine, PLAIN, Way({}, splits=2, interrupt=interrupt))
             assert differing(found, expected(PLAIN)) == []
