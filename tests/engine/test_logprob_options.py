@@ -85,7 +85,13 @@ class TestShapes:
         check_lists(out["meta_info"], "output", out["output_ids"], raw, 0, [])
 
     @pytest.mark.parametrize(
-        ("top_num", "ids"), [(0, [127, 0, 127]), (1, []), (9, [5] * 9), (128, list(range(128)))]
+        ("top_num", "ids"),
+        [
+            (0, [127, 0, 127]),
+            pytest.param(1, [], marks=pytest.mark.slow),
+            (9, [5] * 9),
+            pytest.param(128, list(range(128)), marks=pytest.mark.slow),
+        ],
     )
     def test_lists_match_float64(self, engine, top_num, ids):
         """Also the raw log-probs of adjusted and filtered rows are the model's own."""
@@ -107,6 +113,7 @@ class TestShapes:
         check_lists(meta, "input", PROMPT[start:], raw[start:size], 3, [7, 0, 7])
         check_lists(meta, "output", out["output_ids"], raw[size:-1], 3, [7, 0, 7])
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("top_num", "ids"), [(2, []), (0, [3])])
     def test_prompt_with_some_lists_only(self, engine, top_num, ids):
         out = generate(
@@ -236,6 +243,7 @@ class TestLengths:
         for key in OUTPUT_KEYS:
             assert joined["meta_info"][key] == whole["meta_info"][key]
 
+    @pytest.mark.slow
     def test_retracted(self, engine):
         prompts = random_prompts(8, 4, 12, seed=6)
         fields = {"max_new_tokens": 30, "temperature": 0.0}

@@ -35,6 +35,7 @@ def plan(fraction: float = 0.99, **options: Any) -> tuple[ModelRunner, Any]:
     return build_shapes(TINY, config, "float32", None, DEVICE_BYTES)
 
 
+@pytest.mark.slow
 def test_pages_take_what_programs_leave():
     """All memory is used but for what is rounded off, and all programs fit."""
     runner, report = plan()

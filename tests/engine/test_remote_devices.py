@@ -127,13 +127,14 @@ def test_serves_updates_sleeps_and_pauses(expected):
         assert_idle(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer", "engine_mesh"),
     [
         ({"shape": (2, 1), "first": 2}, (1, 2)),  # as in configs/qwen3_8b_pathways.yaml
-        ({"shape": (2, 1), "first": 1}, (1, 1)),
+        pytest.param({"shape": (2, 1), "first": 1}, (1, 1), marks=pytest.mark.soak),
         ({"shape": (3, 1), "first": 1}, (1, 2)),  # shares a device with it
-        ({"shape": (1, 1), "first": 3}, (1, 2)),
+        pytest.param({"shape": (1, 1), "first": 3}, (1, 2), marks=pytest.mark.soak),
     ],
 )
 def test_weights_of_a_trainer_on_other_devices(expected, trainer, engine_mesh):
@@ -147,6 +148,7 @@ def test_weights_of_a_trainer_on_other_devices(expected, trainer, engine_mesh):
         assert tokens_of(engine.generate_requests(PROMPTS, LONG)) == expected[0]
 
 
+@pytest.mark.slow
 def test_from_arrays_of_the_controller():
     """Weights that were loaded into this process go up; nothing comes down."""
     with watched(), make_engine(mesh=remote_mesh(1, 1)) as engine:

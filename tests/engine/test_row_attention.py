@@ -27,6 +27,7 @@ from tests import inside
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.paged_cases import ragged_case, reference, spread
 from tests.geometry import SMALL
+from tests.tiers import tiered
 
 DEFAULT = AttentionOptions(scale=0.25)
 OPTIONS = {
@@ -94,7 +95,9 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(
-    ("shape", "options", "lanes"), spread(SHAPES, list(OPTIONS), [8, 16]), indirect=["lanes"]
+    ("shape", "options", "lanes"),
+    [((4, 8, 1, 16), "window-70", 8), *spread(SHAPES, list(OPTIONS), [8, 16], is_main=False)],
+    indirect=["lanes"],
 )
 @pytest.mark.usefixtures("lanes")
 def test_ragged_rows(shape, options):
@@ -111,6 +114,7 @@ def test_ragged_rows(shape, options):
     case.check(case.run(over_rows(200), options), options, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("lanes")
 @pytest.mark.parametrize(("num_rows", "lanes"), [(16, 8), (40, 16)], indirect=["lanes"])
 def test_tiles(num_rows):
@@ -122,6 +126,7 @@ def test_tiles(num_rows):
     case.check(case.run(over_rows(200), DEFAULT), DEFAULT, atol=2e-5)
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("lanes")
 @pytest.mark.parametrize("lanes", [16], indirect=True)
 def test_bfloat16():
@@ -137,6 +142,7 @@ def test_bfloat16():
     case.check(case.run(over_rows(160), DEFAULT), DEFAULT, atol=2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("lanes")
 @pytest.mark.parametrize("lanes", [8], indirect=True)
 def test_new_tokens_join_the_copied_ones():
@@ -205,7 +211,7 @@ class TestSharing:
         found = shared_keys(jnp.asarray(tables), jnp.asarray(lens, jnp.int32), self.PAGE)
         assert found.tolist() == expected
 
-    @pytest.mark.parametrize("page_size", [1, 24, 64, 128])
+    @pytest.mark.parametrize("page_size", tiered([1, 24, 64, 128], [24]))
     def test_shared_keys_of_any_page_size(self, page_size):
         count = 256 // page_size + 1
         table = jnp.arange(4 * count, dtype=jnp.int32).reshape(4, count)
@@ -217,7 +223,7 @@ class TestSharing:
     @pytest.mark.usefixtures("lanes")
     @pytest.mark.parametrize(
         ("options", "num_rows", "lanes"),
-        spread(list(OPTIONS), [4, 8, 24], [8, 16]),
+        spread(list(OPTIONS), [4, 8, 24], [8, 16], is_main=False),
         indirect=["lanes"],
     )
     def test_same_bits_as_without(self, options, num_rows):

@@ -173,6 +173,7 @@ class TestBuckets:
         assert outputs[0] == outputs[1]
 
 
+@pytest.mark.slow
 def test_the_compilation_cache_keeps_the_programs(tmp_path):
     """In a process of its own, whose cache is the engine's to configure."""
     code = f"""
