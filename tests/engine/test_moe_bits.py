@@ -58,6 +58,7 @@ import jax, numpy as np
 from jax.sharding import Mesh
 from sgljax_engine import Engine, SamplingParams
 from tests import inside
+from tests.engine.determinism_cases import ALONE
 from tests.engine.models import TINY_MOE, random_prompts, spread_weights
 from tests.geometry import SMALL
 
@@ -90,8 +91,7 @@ for count, sharded in ((6, "width"), (8, "experts")):
         assert results(engine)[0] == ids
 # Requests that share a batch, and the same ones alone.
 bits = []
-alone = {**SMALL, "max_running_requests": 1, "batch_buckets": (1,), "decode_steps": 3}
-for options in (SMALL, alone):
+for options in (SMALL, ALONE):
     fixed = {"mesh": mesh, "enable_deterministic_sampling": True}
     with Engine(model_config=model, weights=weights, **fixed, **options) as engine:
         bits.append(results(engine))
