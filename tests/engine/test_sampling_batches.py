@@ -155,6 +155,7 @@ class TestWidths:
         alone = large.generate_requests(prompts[1:], params)[0]
         assert alone.output_ids == outs[1].output_ids
 
+    @pytest.mark.slow
     def test_long_bias_and_bad_lists(self, large):
         """Raw log-probs of the whole vocabulary fix the logits up to a constant."""
         bias = {token: 3.0 * np.sin(token) for token in range(0, 600, 2)}
