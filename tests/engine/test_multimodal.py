@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,9 +24,10 @@ from sgljax_engine import (
 from sgljax_engine.builder.sources import folder_weights
 from sgljax_engine.weights import loader
 from sgljax_engine.weights.hf_layout import find_weight_files
+from tests.geometry import SMALL
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "gemma3_window"
-OPTIONS = {"dtype": "float32", "page_size": 4, "max_running_requests": 8}
+OPTIONS: dict[str, Any] = {**SMALL, "dtype": "float32"}
 NAMES = {
     "files": ("language_model.model.", ""),
     "modules": ("model.language_model.", "model."),

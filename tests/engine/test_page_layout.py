@@ -11,6 +11,7 @@ from sgljax_engine.attention import tpu
 from sgljax_engine.attention.tpu import TpuAttention, backend_of
 from sgljax_engine.cache.kv_pages import PageLayout, kv_bytes_per_token
 from tests.engine.models import TINY, random_prompts, spread_weights
+from tests.geometry import SMALL
 
 LAYOUTS = {
     "one head a row": PageLayout(4, 64),
@@ -59,14 +60,8 @@ def test_pages_move_between_layouts(tmp_path, monkeypatch):
     params = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
 
     def make(backend: str) -> Engine:
-        return Engine(
-            model_config=TINY,
-            weights=spread_weights(),
-            page_size=4,
-            max_running_requests=4,
-            decode_steps=4,
-            attention_backend=backend,
-        )
+        weights = spread_weights()
+        return Engine(model_config=TINY, weights=weights, attention_backend=backend, **SMALL)
 
     def generate(engine: Engine) -> tuple[list[list[int]], list[int]]:
         outputs = engine.generate_requests(prompts, params)
