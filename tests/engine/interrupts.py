@@ -15,6 +15,7 @@ from sgljax_engine import Engine, EngineState, RequestOutput, SamplingParams
 from sgljax_engine.runner.kv import saved_pages
 from tests import inside
 from tests.engine.models import TINY, spread_weights
+from tests.geometry import SMALL
 from tests.threads import LIMIT_S, gate_steps, held, running, start, take_steps, wait_for
 
 NUM_TOKENS = 150
@@ -27,14 +28,8 @@ LONG = SamplingParams(temperature=0, max_new_tokens=NUM_TOKENS)
 
 
 def make_engine(**given: Any) -> Engine:
-    """A tiny engine with small pages and short dispatches, whose steps are gated."""
-    options: dict[str, Any] = {
-        "page_size": 4,
-        "max_running_requests": 8,
-        "batch_buckets": (8,),  # one decode program to compile
-        "decode_steps": 4,
-    }
-    options |= given
+    """A tiny engine, `SMALL` if nothing else is said, whose steps are gated."""
+    options: dict[str, Any] = {**SMALL, **given}
     weights = options.pop("weights", None) or spread_weights()
     return gate_steps(Engine(model_config=TINY, weights=weights, **options))
 
