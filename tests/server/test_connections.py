@@ -19,8 +19,6 @@ from tests.engine.interrupts import make_engine
 from tests.server.served import serving
 from tests.threads import LIMIT_S, running, wait_for
 
-QUICK_COMPILE = "when connections end"
-
 
 @pytest.fixture(scope="module")
 def engine():
@@ -204,8 +202,9 @@ CHILD = """
 import os, socket, sys
 from sgljax_engine import Engine
 from sgljax_engine.server import Server, ServerConfig
-from tests.server.served import FOLDER, OPTIONS
-with Engine(FOLDER, **OPTIONS) as engine:
+from tests.server.served import FOLDER
+from tests.geometry import SMALL
+with Engine(FOLDER, **SMALL) as engine:
     server = Server(engine, ServerConfig(port=0))
     client = socket.create_connection(("127.0.0.1", server.port))
     client.sendall(b"GET /health HTTP/1.1\\r\\nHost: localhost\\r\\n\\r\\n")
