@@ -38,6 +38,7 @@ def test_every_picture_is_shown(drawn):
         assert f"(images/{path.name})" in pages
 
 
+@pytest.mark.slow
 def test_the_rows_of_a_step_are_up_to_date(tmp_path):
     """The simulator's times are the same on every machine."""
     script = runpy.run_path(str(DOCS / "make_long_tail_plot.py"))

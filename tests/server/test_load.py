@@ -13,6 +13,7 @@ import pytest
 from benchmarks.serving.client import stream_all
 from sgljax_engine import Engine, logical_rules
 from tests.engine.models import TINY, logical_weights, random_prompts
+from tests.geometry import WIDE, other
 from tests.server.served import serving
 from tests.threads import LIMIT_S, start
 
@@ -39,9 +40,7 @@ def test_500_streams_with_an_update_each_second():
         model_config=TINY,
         weights=weights[0],
         weight_rules=rules,
-        page_size=8,
-        max_running_requests=64,
-        num_kv_tokens=6000,  # too few for all: some are retracted
+        **other("pages that are too few for a crowd", WIDE, num_kv_tokens=6000),
     ) as engine:
         engine.warmup()
         with serving(engine) as served:
