@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-import qwix
 from flax import nnx
 from tunix.rl.grpo.grpo_learner import GRPOLearner
 from tunix.rl.rl_cluster import RLCluster
@@ -36,11 +35,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def lora_parts(**changes):
     """The parts of a GRPO program whose actor is a LoRA model over the reference's weights."""
     made = parts.make_parts(**changes)
-    provider = qwix.LoraProvider(module_path=".*(attn|mlp).*", rank=4, alpha=8.0)
-    base = made.arguments["reference"]
-    inputs = base.get_model_input()
-    actor = qwix.apply_lora_to_model(base, provider, **inputs, rngs=nnx.Rngs(0))
-    made.arguments["actor"] = actor
+    rule = {"module_path": ".*(attn|mlp).*", "rank": 4, "alpha": 8.0}
+    made.arguments["actor"] = lora_models.add_pairs(made.arguments["reference"], [rule])
     return made
 
 

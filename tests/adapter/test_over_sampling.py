@@ -33,7 +33,6 @@ from tunix_sgljax.long_tail.feed import ROW, PromptFeed
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
 
 NUM_PROMPTS = 12
-ENGINE = {**ENGINE_OPTIONS, "decode_steps": 4}
 
 
 class TestFeed:
@@ -142,7 +141,7 @@ class Run:
         self.policies: dict[int, Any] = {}
         training = {
             "rollout_config": rollout_config(max_tokens_to_generate=24, max_prompt_length=16),
-            "rollout_engine": functools.partial(SglJaxRollout, **ENGINE, **(options or {})),
+            "rollout_engine": functools.partial(SglJaxRollout, **ENGINE_OPTIONS, **(options or {})),
         }
         parts = make_parts(max_steps=100, **(training | changes))
         self.cluster: Any = TunixRLCluster(**parts.arguments)
