@@ -49,15 +49,15 @@ reasoning: $(REASONING_STAMP) ## Train that model with GRPO on a task of reasoni
 
 .PHONY: test
 test: $(STAMP) ## Run the fast tests, in three processes; PYTEST_ARGS="-k name" instead.
-	$(BIN)/python -m pytest -m "not slow and not recipes and not soak" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow and not soak" $(PYTEST_ARGS)
 
 .PHONY: test-long
 test-long: $(STAMP) ## Run the long tests: trainings, notebooks, wheel, site, several devices, kills.
-	$(BIN)/python -m pytest -m "slow and not recipes and not soak" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "slow and not soak" $(PYTEST_ARGS)
 
 .PHONY: test-all
 test-all: $(STAMP) ## Run all tests, fast and long ones in one go.
-	$(BIN)/python -m pytest -m "not recipes and not soak" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not soak" $(PYTEST_ARGS)
 
 .PHONY: soak
 soak: $(STAMP) ## Run the longest tests, before a release, and record it in tests/soak.txt.
@@ -76,11 +76,11 @@ test-newest: ## Run the fast tests with the newest JAX and all else that pip giv
 	  $(NEWEST_PYTHON) -m venv --clear $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager -e ".[dev]"
-	$(NEWEST)/bin/python -m pytest -p tests.newest -m "not slow and not recipes and not soak" $(PYTEST_ARGS)
+	$(NEWEST)/bin/python -m pytest -p tests.newest -m "not slow and not soak" $(PYTEST_ARGS)
 
 .PHONY: test-maxtext
 test-maxtext: $(MAXTEXT_STAMP) ## Run the tests with MaxText, in .venv-maxtext; MAXTEXT_ARGS="-k name", or "-m slow".
-	$(MAXTEXT)/bin/python -m pytest tests/maxtext -m "not slow and not recipes and not soak" $(MAXTEXT_ARGS)
+	$(MAXTEXT)/bin/python -m pytest tests/maxtext -m "not slow and not soak" $(MAXTEXT_ARGS)
 
 .PHONY: bench
 bench: $(STAMP) ## Measure against every peer, in two hours; pass options with BENCH_ARGS="--quick".

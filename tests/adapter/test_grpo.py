@@ -123,7 +123,7 @@ class CountingRollout(SglJaxRollout):
         return super().get_per_token_logps(prompt_tokens, completion_tokens)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_several_iterations_a_batch(closing):
     """Tunix then needs the log-probs of the policy that sampled: asks for them, or has them."""
     engine = functools.partial(CountingRollout, **PARTIAL.keywords)

@@ -53,8 +53,13 @@ def check_follows(cluster):
         assert (max_difference(got, logps) < 1e-4) == is_near
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("offloads", "mode"), [(False, "adapter"), (True, "merged")])
+@pytest.mark.parametrize(
+    ("offloads", "mode"),
+    [
+        pytest.param(False, "adapter", marks=pytest.mark.soak),
+        pytest.param(True, "merged", marks=pytest.mark.slow),
+    ],
+)
 def test_a_grpo_run(offloads, mode):
     engine = functools.partial(ENGINE, lora=mode)
     made = lora_parts(rollout_engine=engine, offload_to_cpu=offloads)

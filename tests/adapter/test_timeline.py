@@ -153,7 +153,8 @@ def test_perfettos_trace_processor_reads_it(trained):
 # ------------------------------------------------------------------ other ways to record
 
 
-@pytest.mark.parametrize("has_tracer", [False, True])
+@pytest.mark.slow
+@pytest.mark.parametrize("has_tracer", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_chosen_steps(tmp_path, has_tracer):
     """The second step alone: one rollout, one training, one sync."""
     path = tmp_path / "step.pftrace"
@@ -175,6 +176,7 @@ def test_chosen_steps(tmp_path, has_tracer):
         timeline.record_steps(cluster, path, first_step=1)
 
 
+@pytest.mark.slow
 def test_agentic_steps_while_episodes_are_in_flight(tmp_path):
     path = tmp_path / "agentic.pftrace"
     cluster = agentic_parts.make_cluster(num_steps=2)
