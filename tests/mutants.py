@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 ROOMS = "scheduler", "cache", "sampler", "weights", "states", "server", "long_tail", "adapter"
-FAST = "not slow and not recipes and not soak"
+FAST = "not slow and not soak"
 """The marker expression of `make test`."""
 
 NEEDED = 36

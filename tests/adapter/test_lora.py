@@ -57,7 +57,7 @@ def case(request):
     """A LoRA model and its rollout."""
     name, rules, mode = request.param
     model = lora_models.make(name, rules)
-    rollout = new_rollout(model, rollout_config=config(), max_model_len=64, lora=mode)
+    rollout = new_rollout(model, rollout_config=config(), lora=mode)
     yield types.SimpleNamespace(model=model, rollout=rollout)
     rollout.close()
 

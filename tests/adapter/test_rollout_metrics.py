@@ -110,7 +110,7 @@ def test_grpo(tmp_path):
     assert "actor/train/loss" in scalars
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:scatter inputs:FutureWarning")  # of Tunix's trainer
 def test_ppo(tmp_path):
     model = ref.make_tunix_qwen3(MODEL | {"use_tied_embedding": False})
@@ -138,7 +138,7 @@ def test_ppo(tmp_path):
     assert {"critic/train/loss", "actor/train/loss"} <= set(scalars)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_agentic(tmp_path):
     """Through our learner, whose episodes are in flight at each sync."""
     options = MetricsLoggerOptions(log_dir=str(tmp_path), flush_every_n_steps=1)

@@ -53,6 +53,7 @@ def test_a_config_that_asks_for_experts():
             np.testing.assert_array_equal(row, same)
 
 
+@pytest.mark.slow
 def test_the_training_config_decides():
     with rollout_of() as rollout:
         assert experts_of(rollout, later()) is None

@@ -60,7 +60,9 @@ def shell_blocks(page: str) -> list[str]:
 
 @pytest.mark.first
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["../README.md", "first_steps.md"])
+@pytest.mark.parametrize(
+    "page", ["../README.md", pytest.param("first_steps.md", marks=pytest.mark.soak)]
+)
 def test_the_commands_of_a_page_run(clone, tmp_path, page):
     found = shell_blocks(page)
     assert len(found) >= 2
