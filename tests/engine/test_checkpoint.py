@@ -474,7 +474,7 @@ class TestPages:
         return shutil.copytree(first_folders / "kv", tmp_path / "kv")
 
     def test_a_small_pool_takes_what_fits(self, with_kv, expected, caplog):
-        """Pages and requests keep each its own."""
+        """The pages of the prefix cache, and those of the requests."""
         num_nodes = len(CheckpointManager(with_kv).load().scheduler_state.prefix_cache.nodes)  # type: ignore[union-attr]
         with make_engine(**CHUNKED) as engine:
             assert num_nodes > 60
