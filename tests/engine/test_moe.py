@@ -77,24 +77,25 @@ def test_both_forms_of_a_folder_give_equal_weights(golden, tmp_path):
 
 @pytest.mark.parametrize("donate", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_updates_in_each_form(donate):
-    first, second = (spread_weights(TINY_MOE, seed) for seed in (0, 1))
-    logical = logical_weights(TINY_MOE, 1)
-    with Engine(model_config=TINY_MOE, weights=first, **SMALL) as engine:
+    model = dataclasses.replace(TINY_MOE, num_layers=1)
+    first, second = (spread_weights(model, seed) for seed in (0, 1))
+    logical = logical_weights(model, 1)
+    with Engine(model_config=model, weights=first, **SMALL) as engine:
         before = engine.get_weights_checksum()
         engine.update_weights(second, donate=donate, verify=True)
         after = engine.get_weights_checksum()
         assert set(before.values()).isdisjoint(after.values())
         for weights, rules in (
             (fused(second), None),
-            (logical, logical_rules(TINY_MOE)),
+            (logical, logical_rules(model)),
         ):
             engine.update_weights(first, donate=donate)
             assert engine.get_weights_checksum() == before
             engine.update_weights(weights, rules, donate=donate, verify=True)
             assert engine.get_weights_checksum() == after
             assert engine.find_differing_weights(weights, rules) == []
-        bad = second | {"model.layers.1.mlp.experts.5.up_proj.weight": np.full((24, 32), np.nan)}
-        with pytest.raises(WeightSyncError, match=r"model\.layers\.1\.mlp\.experts\.up_proj"):
+        bad = second | {"model.layers.0.mlp.experts.5.up_proj.weight": np.full((24, 32), np.nan)}
+        with pytest.raises(WeightSyncError, match=r"model\.layers\.0\.mlp\.experts\.up_proj"):
             engine.update_weights(bad, donate=donate)
         assert engine.get_weights_checksum() == after
 

@@ -29,9 +29,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def plan(fraction: float = 0.99, **options: Any) -> tuple[ModelRunner, Any]:
-    config = EngineConfig.from_options(
-        {**WIDE, "mem_fraction_static": fraction, "attention_backend": "xla", **options}
-    )
+    config = EngineConfig.from_options({**WIDE, "mem_fraction_static": fraction, **options})
     return build_shapes(TINY, config, "float32", None, DEVICE_BYTES)
 
 
