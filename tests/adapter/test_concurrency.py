@@ -107,7 +107,7 @@ def test_updates_during_generation(busy, model, sequential):
 
     def update(_):
         count = 0
-        while not stop.is_set():
+        while not stop.is_set() and count < 12:
             busy.update_params(params_of(model), (nnx.Param,))
             count += 1
             time.sleep(0.002)
