@@ -194,6 +194,7 @@ def test_tokens_that_are_too_old_are_masked(closing):
     assert max(cluster.metrics["weight_lag/masked_fraction"]) > 0
 
 
+@pytest.mark.slow
 def test_no_deadlock_where_tunixs_lock_has_one(closing):
     """One step off-policy and few concurrent episodes: its loop thread waits in the lock."""
     cluster = make_cluster(num_steps=4)

@@ -83,6 +83,7 @@ def check_steps(scalars, counters, *, names=ALWAYS):
     )
 
 
+@pytest.mark.slow
 def test_grpo(tmp_path):
     """With a pause in each step; prompts are shared by groups, so three of four are cache hits."""
     parts = make_parts(rollout_engine=ENGINE)

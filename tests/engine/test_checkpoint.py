@@ -128,6 +128,7 @@ class TestRestore:
                 assert counters.num_prefill_tokens <= waiting + num_running * 4
             settle(engine)
 
+    @pytest.mark.slow
     def test_every_kind_of_request(self, tmp_path):
         """Samples, seeds, penalties, biases, stop strings, log-probs of all kinds, streams."""
         prompt = PROMPTS[0]
@@ -592,6 +593,7 @@ class TestSaving:
         engine.shutdown()
         del call
 
+    @pytest.mark.slow
     def test_asleep(self, tmp_path, expected):
         """Pages that sleep on the host are saved from there; restored requests wait for waking."""
         with make_engine() as engine:

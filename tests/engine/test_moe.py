@@ -66,6 +66,7 @@ def golden():
     return {name: tensor.load() for name, tensor in read_hf_tensors(GOLDEN).items()}
 
 
+@pytest.mark.slow
 def test_both_forms_of_a_folder_give_equal_weights(golden, tmp_path):
     other = write_folder(tmp_path / "fused", fused(golden))
     with Engine(GOLDEN, dtype="float32", **SMALL) as engine:
@@ -75,7 +76,8 @@ def test_both_forms_of_a_folder_give_equal_weights(golden, tmp_path):
         assert engine.get_weights_checksum() == checksums
 
 
-@pytest.mark.parametrize("donate", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("donate", [False, True])
 def test_updates_in_each_form(donate):
     model = dataclasses.replace(TINY_MOE, num_layers=1)
     first, second = (spread_weights(model, seed) for seed in (0, 1))

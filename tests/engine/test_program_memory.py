@@ -47,6 +47,7 @@ def test_pages_take_what_programs_leave():
         assert report.kv_bytes + needed <= report.free_bytes, call.name
 
 
+@pytest.mark.slow
 def test_the_number_is_kept(folder, monkeypatch):
     _, first = plan()
     (kept,) = folder.iterdir()

@@ -87,6 +87,7 @@ def test_is_the_rounded_model(is_tied, backend):
     assert np.abs(plain - wanted).max() > 1e-3, "rounding shows"
 
 
+@pytest.mark.slow
 def test_updates_make_new_factors():
     weights = spread_weights()
     larger = {name: 3.0 * np.asarray(weight) for name, weight in weights.items()}
@@ -139,7 +140,8 @@ def test_experts_are_refused():
 
 
 @pytest.mark.skipif(chain.unavailable() is not None, reason="no JIT-compiled CPU kernels here")
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_width_weights_and_keys(dtype):
     """Stored in the dtype, computed with in float32."""
     weights = {name: np.asarray(w, np.float32) for name, w in spread_weights().items()}

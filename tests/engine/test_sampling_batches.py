@@ -94,6 +94,7 @@ class TestCompany:
             )
             assert_same(outs[:3:-1], alone)
 
+    @pytest.mark.slow
     def test_penalties_and_draws_survive_retraction(self, alone):
         options = {**CHUNKED, "init_new_token_ratio": 0.0, "min_new_token_ratio": 0.0}
         with make_engine(**options) as engine:
