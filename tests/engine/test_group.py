@@ -14,12 +14,11 @@ from tests.devices import run_python
     "cases",
     [
         "sizes auto ids",
-        pytest.param("moves faults", marks=pytest.mark.slow),
+        pytest.param("moves faults scores checkpoints", marks=pytest.mark.slow),
         pytest.param("routing", marks=pytest.mark.slow),
         pytest.param("gpu_kernel", marks=pytest.mark.slow),
         pytest.param("tpu_kernel", marks=pytest.mark.soak),
-        pytest.param("trainers_weights scores checkpoints", marks=pytest.mark.slow),
-        pytest.param("meshes", marks=pytest.mark.slow),
+        pytest.param("meshes trainers_weights", marks=pytest.mark.slow),
         pytest.param("flops", marks=pytest.mark.soak),
     ],
 )
@@ -39,7 +38,7 @@ def test_refusals_interrupts_and_faults(step):
 
 @pytest.mark.parametrize(
     ("num_examples", "num_steps"),
-    [pytest.param(40, 8, marks=pytest.mark.slow), pytest.param(60, 40, marks=pytest.mark.soak)],
+    [pytest.param(25, 8, marks=pytest.mark.slow), pytest.param(60, 40, marks=pytest.mark.soak)],
 )
 def test_interrupt_machine(num_examples, num_steps):
     """As for one engine, with adapters, stop strings and interrupted callers too."""
