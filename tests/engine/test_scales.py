@@ -10,6 +10,7 @@ import pytest
 from sgljax_engine import Engine, InvalidConfigError, SamplingParams, ScaleConfig
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.geometry import SMALL
+from tests.tiers import tiered
 
 TIED = {
     architecture: dataclasses.replace(
@@ -28,7 +29,9 @@ def sample(backend, model, weights):
 
 
 @pytest.mark.parametrize("backend", ["auto", pytest.param("xla", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "Gemma4ForCausalLM"])
+@pytest.mark.parametrize(
+    "architecture", tiered(["Gemma3ForCausalLM", "Gemma4ForCausalLM"], ["Gemma3ForCausalLM"])
+)
 def test_factors_may_be_in_the_weights(architecture, backend):
     model = TIED[architecture]
     weights = spread_weights(model)
