@@ -41,6 +41,7 @@ def test_chat_template_asks_the_task(folder):
     assert text == "<bos>" + Problem(37, 58).prompt + "95"
 
 
+@pytest.mark.slow
 def test_engine_has_the_weights_of_the_policy(folder):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
     actor = load_checkpoint(hf_folder.CHECKPOINT, mesh)

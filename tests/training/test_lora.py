@@ -84,6 +84,7 @@ def test_memory_is_that_of_the_actor(tmp_path, family, qtype):
         assert memory_of(config_of(tmp_path, *overrides, override, **model)).reference == 0
 
 
+@pytest.mark.slow
 def test_abstract_pairs_are_the_actors(tmp_path):
     config = config_of(tmp_path, "actor_model_config.remat=block")
     assert config.actor_model_config.lora_config is not None
