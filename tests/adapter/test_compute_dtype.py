@@ -76,7 +76,7 @@ def test_the_engine_computes_as_the_trainer_does(model):
     rollout.close()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("model", ["qwen2"], indirect=True)
 def test_it_is_nearer_to_the_trainer_than_float32(model, monkeypatch):
     # As XLA computes it: JIT-compiled CPU kernels store bfloat16 and compute in float32.

@@ -139,13 +139,8 @@ def test_without_a_reference_and_adapters_an_error_says_so():
     cluster.rollout.close()
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        pytest.param("adapter", marks=pytest.mark.slow),
-        pytest.param("merged", marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("mode", ["adapter", "merged"])
 def test_on_several_devices(mode):
     """Trainer and rollout on two meshes of two devices, and on one of four."""
     done = run_python("-W", "ignore", "-c", MESHES, mode, num_devices=4)

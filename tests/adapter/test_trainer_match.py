@@ -323,7 +323,7 @@ print("sharded ok")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_sharded_actor_stays_where_it_is():
     assert "sharded ok" in run_python("-c", SHARDED, num_devices=4).stdout
 

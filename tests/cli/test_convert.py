@@ -215,7 +215,7 @@ def gemma4_root(tmp_path_factory):
     return root, model
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_gemma_4_with_keys_that_no_layer_reads(gemma4_root, tmp_path, capsys):
     """Tunix's loader and the engine's take the output, and find the same in it."""
     root, model = gemma4_root
