@@ -140,7 +140,7 @@ def alone(backend, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("backend", "index"),
-    [*ways("native", NUM_WAYS, slow=(0, 2)), *ways("portable", NUM_PORTABLE_WAYS, slow=(0,))],
+    [*ways("native", NUM_WAYS, slow=(0,)), *ways("portable", NUM_PORTABLE_WAYS, slow=(0,))],
     indirect=["backend"],
 )
 def test_no_bit_differs(backend, alone, index):
@@ -192,7 +192,7 @@ def test_the_requests_differ(alone):
     assert sum(len(bits.tokens) for bits in alone) > 3000
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @NATIVE
 @pytest.mark.usefixtures("backend")
 def test_a_head_dim_that_rows_do_not_take():
@@ -215,7 +215,7 @@ def test_a_head_dim_that_rows_do_not_take():
     [
         pytest.param(MODEL, id="plain"),
         pytest.param(MIXED_HEADS, id="mixed heads", marks=pytest.mark.slow),
-        pytest.param(SHARED_KEYS, id="shared keys", marks=pytest.mark.slow),
+        pytest.param(SHARED_KEYS, id="shared keys", marks=pytest.mark.soak),
     ],
 )
 def test_a_few_requests(model):

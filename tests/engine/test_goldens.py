@@ -24,6 +24,12 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 FAST = ("gemma2_window", "llama_scaled_untied", "qwen2_bias_untied", "qwen3_gqa_tied")
 """Those of the fast tier: what layers without experts and without shared keys have."""
 
+SLOW = (
+    *("gemma_mqa", "gemma3_window", "gemma4_multimodal_keys_as_values", "gemma4_shared_keys"),
+    *("llama_attention_bias_tied", "mistral_window", "qwen3_moe_odd_sharded"),
+)
+"""Those of the slow tier: with these each architecture has one. The others are of the soak."""
+
 FOLDERS = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
 
 
@@ -31,7 +37,7 @@ PLAIN = [name for name in FOLDERS if not name.startswith(("qwen3_next", "qwen3_5
 """Without recurrent states; `test_hybrid.py` checks the others."""
 
 
-@pytest.fixture(scope="module", params=tiered(PLAIN, FAST))
+@pytest.fixture(scope="module", params=tiered(PLAIN, FAST, SLOW))
 def model(request):
     folder = GOLDEN / request.param
     golden = np.load(folder / "golden.npz")
@@ -64,11 +70,12 @@ def strict_ranks(name):
     ("name", "layout"),
     [
         pytest.param("qwen2_bias_untied", Layout.TOKENS_FIRST, marks=pytest.mark.slow),
+        pytest.param("qwen2_bias_untied", Layout.FEATURES_FIRST, marks=pytest.mark.slow),
         pytest.param("gemma2_window", Layout.TOKENS_FIRST, marks=pytest.mark.soak),
-        pytest.param("gemma4_shared_keys", Layout.FEATURES_FIRST, marks=pytest.mark.slow),
+        pytest.param("gemma4_shared_keys", Layout.FEATURES_FIRST, marks=pytest.mark.soak),
         pytest.param("qwen3_moe_odd_sharded", Layout.TOKENS_FIRST, marks=pytest.mark.soak),
         pytest.param("qwen3_5_equal_heads", Layout.TOKENS_FIRST, marks=pytest.mark.soak),
-        pytest.param("qwen3_next_tied", Layout.FEATURES_FIRST, marks=pytest.mark.slow),
+        pytest.param("qwen3_next_tied", Layout.FEATURES_FIRST, marks=pytest.mark.soak),
     ],
 )
 def test_without_jit_compiled_kernels(name, layout, monkeypatch):

@@ -72,7 +72,7 @@ class TestEngine:
         ("backend", "drafts"),
         [
             ("native", "off"),
-            pytest.param("native", "always", marks=pytest.mark.slow),
+            pytest.param("native", "always", marks=pytest.mark.soak),
             pytest.param("portable", "off", marks=pytest.mark.slow),
             pytest.param("portable", "always", marks=pytest.mark.soak),
         ],
