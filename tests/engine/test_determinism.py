@@ -127,7 +127,7 @@ def alone(backend):
 
 @pytest.mark.parametrize(
     ("backend", "index"),
-    [*ways("native", NUM_WAYS, slow=(0, 2)), *ways("portable", NUM_PORTABLE_WAYS, slow=())],
+    [*ways("native", NUM_WAYS, slow=(0,)), *ways("portable", NUM_PORTABLE_WAYS, slow=())],
     indirect=["backend"],
 )
 def test_no_bit_differs(backend, alone, index):
@@ -179,7 +179,7 @@ def test_the_requests_differ(alone):
     assert sum(len(bits.tokens) for bits in alone) > 3000
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @NATIVE
 @pytest.mark.usefixtures("backend")
 def test_a_head_dim_that_rows_do_not_take():
@@ -200,7 +200,7 @@ def test_a_head_dim_that_rows_do_not_take():
     [
         pytest.param("native", MODEL, 1, id="plain"),
         pytest.param("native", MIXED_HEADS, 1, id="mixed heads", marks=pytest.mark.slow),
-        pytest.param("native", SHARED_KEYS, 1, id="shared keys", marks=pytest.mark.slow),
+        pytest.param("native", SHARED_KEYS, 1, id="shared keys", marks=pytest.mark.soak),
         pytest.param("portable", MODEL, 3, id="portable", marks=pytest.mark.slow),
     ],
     indirect=["backend"],

@@ -23,6 +23,17 @@ from tests.tiers import tiered
 GOLDEN = Path(__file__).parents[1] / "golden"
 FAST = ("gemma2_window", "llama_scaled_untied", "qwen2_bias_untied", "qwen3_gqa_tied")
 """Those of the fast tier: what layers without experts and without shared keys have."""
+SLOW = (
+    "gemma3_window",
+    "gemma4_moe_keys_as_values",
+    "gemma4_shared_keys",
+    "gemma4_unified_window",
+    "gemma_mqa",
+    "llama_attention_bias_tied",
+    "mistral_window",
+    "qwen3_moe_odd_sharded",
+)
+"""With those of the fast tier one of each architecture, but for names of multimodal ones."""
 
 FOLDERS = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
 
@@ -31,7 +42,7 @@ PLAIN = [name for name in FOLDERS if not name.startswith(("qwen3_next", "qwen3_5
 """Without recurrent states; `test_hybrid.py` checks the others."""
 
 
-@pytest.fixture(scope="module", params=tiered(PLAIN, FAST))
+@pytest.fixture(scope="module", params=tiered(PLAIN, FAST, SLOW))
 def model(request):
     folder = GOLDEN / request.param
     golden = np.load(folder / "golden.npz")
@@ -65,10 +76,10 @@ def strict_ranks(name):
     [
         pytest.param("qwen2_bias_untied", Layout.TOKENS_FIRST, marks=pytest.mark.slow),
         pytest.param("gemma2_window", Layout.TOKENS_FIRST, marks=pytest.mark.soak),
-        pytest.param("gemma4_shared_keys", Layout.FEATURES_FIRST, marks=pytest.mark.slow),
+        pytest.param("gemma4_shared_keys", Layout.FEATURES_FIRST, marks=pytest.mark.soak),
         pytest.param("qwen3_moe_odd_sharded", Layout.TOKENS_FIRST, marks=pytest.mark.soak),
         pytest.param("qwen3_5_equal_heads", Layout.TOKENS_FIRST, marks=pytest.mark.soak),
-        pytest.param("qwen3_next_tied", Layout.FEATURES_FIRST, marks=pytest.mark.slow),
+        pytest.param("qwen3_next_tied", Layout.FEATURES_FIRST, marks=pytest.mark.soak),
     ],
 )
 def test_without_jit_compiled_kernels(name, layout, monkeypatch):
