@@ -50,11 +50,11 @@ reasoning: $(REASONING_STAMP) ## Train that model with GRPO on a task of reasoni
 
 .PHONY: test
 test: $(STAMP) ## Run the fast tests: every feature once; PYTEST_ARGS="-k name" for some.
-	$(BIN)/python -m pytest -m "not slow and not recipes and not soak" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow and not soak" $(PYTEST_ARGS)
 
 .PHONY: test-all
 test-all: $(STAMP) ## Run what CI runs: the other roads too, several devices, a training.
-	$(BIN)/python -m pytest -m "not recipes and not soak" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not soak" $(PYTEST_ARGS)
 
 .PHONY: soak
 soak: $(STAMP) ## Run the rest before a release: kills, machines, trainings, notebooks; tests/soak.txt.
@@ -73,11 +73,11 @@ test-newest: ## Run the fast tests with the newest JAX and all else that pip giv
 	  $(NEWEST_PYTHON) -m venv --clear $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager -e ".[dev]"
-	$(NEWEST)/bin/python -m pytest -p tests.newest -m "not slow and not recipes and not soak" $(PYTEST_ARGS)
+	$(NEWEST)/bin/python -m pytest -p tests.newest -m "not slow and not soak" $(PYTEST_ARGS)
 
 .PHONY: test-maxtext
 test-maxtext: $(MAXTEXT_STAMP) ## Run the tests with MaxText, in .venv-maxtext; MAXTEXT_ARGS="-k name", or "-m slow".
-	$(MAXTEXT)/bin/python -m pytest tests/maxtext -m "not slow and not recipes and not soak" $(MAXTEXT_ARGS)
+	$(MAXTEXT)/bin/python -m pytest tests/maxtext -m "not slow and not soak" $(MAXTEXT_ARGS)
 
 .PHONY: bench
 bench: $(STAMP) ## Measure against every peer, in two hours; pass options with BENCH_ARGS="--quick".

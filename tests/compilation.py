@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,11 +55,9 @@ def keep_programs() -> None:
 
 
 def prune() -> None:
-    """Forgets what other versions made, and the oldest programs beyond 4 GiB."""
-    for folder in CACHE.parent.glob("programs-*"):
-        if folder != CACHE:
-            shutil.rmtree(folder, ignore_errors=True)
-    sized = sorted((path.stat().st_mtime, path.stat().st_size, path) for path in CACHE.glob("*"))
+    """Forgets the oldest programs beyond 4 GiB, of all versions and processors."""
+    found = ((path.stat(), path) for path in CACHE.parent.glob("programs-*/*"))
+    sized = sorted((stat.st_mtime, stat.st_size, path) for stat, path in found)
     excess = sum(size for _, size, _ in sized) - _MAX_BYTES
     for _, size, path in sized:
         if excess <= 0:

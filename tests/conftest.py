@@ -3,9 +3,11 @@
 Tests build many engines with equal programs; the cache compiles each once. It is a folder of
 this checkout, so that tests neither use nor fill the user's cache.
 
-Tests compile as users do. A module that looks at host logic alone may have XLA optimise little,
-where compiling is what takes its time: `QUICK_COMPILE = "why it checks no numbers"` at its top. One
-that compares arrays, log-probs, tokens of two runs or goldens must not: `test_quick_compile.py`.
+Tests compile the engine's programs as users do. A module that looks at host logic alone may have
+XLA optimise little, where compiling is what takes its time: `QUICK_COMPILE = "why it checks no
+numbers"` at its top. One that compares arrays, log-probs, tokens of two runs or goldens must not:
+`test_quick_compile.py`. Tunix's programs and JAX's single operations are optimised little
+everywhere, but for modules that compare the trainer's bits: `TRAINER_AS_USERS = "why"`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from tests import compilation, quick_compile
 from tests.tunix_experimental import HAS_EXPERIMENTAL
 
 compilation.keep_programs()
-quick_compile.always_quickly_at_random()
+quick_compile.others_quickly()
 
 # A shell that starts this in the background has it, and its child processes, ignore interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -28,6 +30,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # These tests import what Tunix has from 0.1.8 on: `make test-tunix TUNIX=<checkout>` runs them.
 collect_ignore_glob = [] if HAS_EXPERIMENTAL else ["experimental", "experimental/*"]
+
+
+def pytest_sessionstart(session):
+    """One process of a run keeps the cache small, before the others look into it."""
+    if not hasattr(session.config, "workerinput"):
+        compilation.prune()
 
 
 def pytest_report_header():
@@ -48,10 +56,13 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _compiles_quickly_where_marked(request):
-    """Programs of both kinds must not meet; child processes follow."""
+def _compiles_as_the_module_says(request):
+    """Programs of two kinds must not meet; child processes follow."""
     if hasattr(request.module, quick_compile.MARK):
         with quick_compile.quickly():
+            yield
+    elif hasattr(request.module, quick_compile.AS_USERS):
+        with quick_compile.as_users():
             yield
     else:
         yield

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import qwix
 from flax import nnx
-from tunix.rl.common import process_ids
+from tunix.rl.common import compute_per_token_logps
 
 from tests import tunix_families as families
 from tests import tunix_reference as ref
@@ -44,7 +44,6 @@ WITH_EXPERTS = ("qwen3_moe", ({"module_path": ".*(attn|router).*", "rank": 4, "a
 whose stacks it takes for one weight."""
 
 
-@ref.deprecations_ignored()
 def make(name: str, rules: str | Sequence[dict[str, Any]] = "all", **quantised: Any) -> Any:
     """A model with pairs that change nothing yet: qwix draws A and leaves B at 0.
 
@@ -55,9 +54,40 @@ def make(name: str, rules: str | Sequence[dict[str, Any]] = "all", **quantised: 
     """
     base = ref.make_tunix_qwen3(name) if name in ref.CONFIGS else families.make(name)
     given = RULES[rules] if isinstance(rules, str) else rules
-    provider = qwix.LoraProvider([qwix.LoraRule(**rule, **quantised) for rule in given])
-    inputs = base.get_model_input()
-    return qwix.apply_lora_to_model(base, provider, **inputs, rngs=nnx.Rngs(0))
+    return add_pairs(base, [{**rule, **quantised} for rule in given])
+
+
+@ref.deprecations_ignored()
+def add_pairs(base: nnx.Module, rules: Sequence[dict[str, Any]]) -> Any:
+    """A model with pairs beside the arrays of another one, A drawn and B 0 as by qwix.
+
+    qwix runs the model to find where they go. That is traced alone, since it takes a program for
+    each operation; but a base that it is to quantise needs to be run.
+
+    Args:
+        base: The model, which stays as it is.
+        rules: Keywords of `qwix.LoraRule`s.
+    """
+
+    def apply(base: Any) -> Any:
+        provider = qwix.LoraProvider([qwix.LoraRule(**rule) for rule in rules])
+        inputs = base.get_model_input()
+        return qwix.apply_lora_to_model(base, provider, **inputs, rngs=nnx.Rngs(0))
+
+    if any("weight_qtype" in rule for rule in rules):
+        return apply(base)
+    model = nnx.eval_shape(apply, base)
+    kept = dict(jax.tree_util.tree_flatten_with_path(nnx.state(base, nnx.Param))[0])
+    rng = np.random.default_rng(0)
+
+    def fill(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        if path in kept:
+            return kept[path]
+        limit = (6 / np.prod(leaf.shape[:-1])) ** 0.5 if "lora_a" in str(path) else 0.0
+        return jnp.asarray(rng.uniform(-limit, limit, leaf.shape), leaf.dtype)
+
+    nnx.update(model, jax.tree_util.tree_map_with_path(fill, nnx.state(model, nnx.Param)))
+    return model
 
 
 def draw(model: nnx.Module, seed: int, size: float = 0.15) -> nnx.State:
@@ -76,7 +106,6 @@ def leaves(model: nnx.Module) -> nnx.State:
     return nnx.state(model, (nnx.LoRAParam,))
 
 
-@ref.deprecations_ignored()
 def regrets(
     model: nnx.Module, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray]
 ) -> np.ndarray:
@@ -86,10 +115,20 @@ def regrets(
     completions, must have one length. float32 [B, C].
     """
     tokens = np.stack(completions)
-    ids, positions, mask, _ = process_ids(
-        jnp.asarray(np.stack(prompts)), jnp.asarray(tokens), ref.PAD_ID, ref.NO_EOS_ID
-    )
-    logits, _ = model(ids, positions=positions, cache=None, attention_mask=mask)
-    logits = np.asarray(logits)[:, -tokens.shape[1] - 1 : -1]
+    logits = np.asarray(_logits(model, jnp.asarray(np.stack(prompts)), jnp.asarray(tokens)))
     chosen = np.take_along_axis(logits, tokens[..., None], -1)[..., 0]
     return logits.max(-1) - chosen
+
+
+@ref.deprecations_ignored()
+def _logits(model: nnx.Module, prompts_BP: jax.Array, completions_BC: jax.Array) -> jax.Array:
+    """Before each token of the completions: [B, C, V]. One program, not one an operation."""
+    _, logits = compute_per_token_logps(
+        *nnx.split(model),
+        prompts_BP,
+        completions_BC,
+        pad_id=ref.PAD_ID,
+        eos_id=ref.NO_EOS_ID,
+        return_logits=True,
+    )
+    return logits

@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 ROOMS = "scheduler", "cache", "sampler", "weights", "states", "server", "long_tail", "adapter"
-FAST = "not slow and not recipes and not soak"
+FAST = "not slow and not soak"
 """The marker expression of `make test`."""
 
 NEEDED = 36
@@ -194,12 +194,12 @@ MUTANTS = (
     Mutant("sleep-forgets-a-page", "states", f"{_ENGINE}/core/sleep.py",
            "kept_pages = self.copy_pages(self._pool.used_pages)",
            "kept_pages = self.copy_pages(self._pool.used_pages[1:])",
-           ("tests/engine/test_sleep_requests.py", "tests/engine/test_sleep.py"),
+           ("tests/engine/test_sleep.py",),
            "after a sleep that keeps its state, a request reads an empty page"),
     Mutant("in-place-pause-goes-on", "states", f"{_ENGINE}/core/pause.py",
            'return self.mode in (None, "wait")',
            'return self.mode in (None, "wait", "in_place")',
-           ("tests/engine/test_pause_continue.py", "tests/engine/test_sleep_requests.py"),
+           ("tests/engine/test_pause_continue.py", "tests/engine/test_sleep.py"),
            "requests are sampled on while generation is paused"),
     Mutant("two-weights-of-one-version", "states", f"{_ENGINE}/core/commands/checkpoint.py",
            "core.serving.raise_version(restoration.weight_version + (not is_same))",

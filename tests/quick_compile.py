@@ -13,11 +13,24 @@ from jax._src import compiler
 
 from sgljax_engine import xla_options
 
-RANDOM = {"jit__normal", "jit__randint", "jit__truncated_normal", "jit__uniform"}
-"""JAX's programs for random numbers, which make the weights of Tunix's models.
+_RANDOM = ("_normal", "_randint", "_truncated_normal", "_uniform", "_threefry_fold_in", "split")
+_OPERATIONS = (
+    *("_einsum", "_mean", "_power", "_reduce_all", "_squeeze", "_where", "add"),
+    *("broadcast_in_dim", "concatenate", "convert_element_type", "cos", "cumsum", "divide"),
+    *("dot_general", "dynamic_slice", "equal", "exp", "gather", "integer_pow", "less", "maximum"),
+    *("multiply", "reshape", "scatter", "select_n", "silu", "sin", "sqrt", "subtract", "take"),
+    *("transpose", "true_divide"),
+)
+_TUNIX = ("_decode_fn", "_eval_step", "_prefill_fn", "_train_step", "compute_per_token_logps")
+OTHERS = {f"jit_{name}" for name in (*_RANDOM, *_OPERATIONS, *_TUNIX)}
+"""Programs that are not the engine's: JAX's random numbers and operations one by one, and Tunix's.
 
-Optimised, each shape takes a second and more.
+They make what tests feed to the engine, or compare it with: float32 is as good a judge from a
+program that was compiled in a second. Those of one shape take longer to compile than all else.
 """
+
+AS_USERS = "TRAINER_AS_USERS"
+"""A module's name for why Tunix's programs are compiled as users do: it compares bits with them."""
 
 MARK = "QUICK_COMPILE"
 """A module's name for why it may; see conftest."""
@@ -51,11 +64,24 @@ def quickly() -> Iterator[None]:
             jax.config.update("jax_disable_most_optimizations", False)
 
 
-def always_quickly_at_random() -> None:
-    """From now on programs for random numbers are optimised little, in all modules.
+_is_as_users = False
 
-    They are inputs of tests, never what a test looks at. Idempotent.
-    """
+
+@contextlib.contextmanager
+def as_users() -> Iterator[None]:
+    """Programs of this block are all compiled as users compile them."""
+    global _is_as_users
+    jax.clear_caches()
+    _is_as_users = True
+    try:
+        yield
+    finally:
+        _is_as_users = False
+        jax.clear_caches()
+
+
+def others_quickly() -> None:
+    """From now on the programs of `OTHERS` are optimised little, but for `as_users`. Idempotent."""
     real = compiler.compile_or_get_cached
     if real.__module__ == __name__:
         return
@@ -63,7 +89,8 @@ def always_quickly_at_random() -> None:
     def compile_or_get_cached(
         backend: Any, computation: Any, devices: Any, options: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if computation.operation.attributes["sym_name"].value in RANDOM:
+        name = computation.operation.attributes["sym_name"].value
+        if name in OTHERS and not _is_as_users:
             debug = options.executable_build_options.debug_options
             debug.xla_backend_optimization_level = 0
             debug.xla_llvm_disable_expensive_passes = True
@@ -87,7 +114,7 @@ def _leave_out_mlir(options: Any, overrides: list[tuple[str, str | bool]]) -> No
 
 
 def _overrides() -> list[tuple[str, str | bool]]:
-    """What leaves MLIR out. To find it a program is compiled, which is not one of `RANDOM`."""
+    """What leaves MLIR out. To find it a program is compiled, which is not one of `OTHERS`."""
     is_cpu = jax.default_backend() == "cpu"
     options = xla_options.known_option(is_cpu, "xla_cpu_use_fusion_emitters", False)
     return list((options or {}).items())

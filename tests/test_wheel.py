@@ -14,8 +14,6 @@ import pytest
 
 import install_matrix
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SOURCES = {"tunix_sgljax": ROOT, "sgljax_engine": ROOT / "engine"}
@@ -34,6 +32,7 @@ def read_metadata(wheel, name):
     return wheel.read(member).decode()
 
 
+@pytest.mark.soak
 def test_the_two_packages_and_nothing_else(wheel):
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     expected = {
@@ -49,6 +48,7 @@ def test_the_two_packages_and_nothing_else(wheel):
     assert folders == {f"tunix_sgljax-{PROJECT['version']}.dist-info"}
 
 
+@pytest.mark.soak
 def test_metadata_says_what_pyproject_says(wheel):
     metadata = email.message_from_string(read_metadata(wheel, "METADATA"))
     assert metadata["Name"] == PROJECT["name"]
@@ -82,6 +82,7 @@ def test_a_dependency_without_a_bound_is_told(tmp_path):
         install_matrix.lowest_versions(path)
 
 
+@pytest.mark.soak
 def test_an_installed_wheel_shows_its_version_and_needs_no_checkout(wheel, tmp_path):
     wheel.extractall(tmp_path)
     code = (
@@ -113,6 +114,7 @@ def test_this_python_is_found():
     assert install_matrix.find_python("3.0") is None
 
 
+@pytest.mark.slow
 def test_steps_of_an_environment_are_noted(tmp_path, capsys):
     environment = install_matrix.Environment(sys.executable, tmp_path)
     python = environment.bin / "python"

@@ -6,10 +6,8 @@ Nothing here imports the engine.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -187,7 +185,6 @@ FAMILIES = {
 }
 
 
-@ref.deprecations_ignored()
 def make(name: str, seed: int | None = None) -> Any:
     """Builds a float32 model with random weights whose logits are well spread.
 
@@ -196,14 +193,11 @@ def make(name: str, seed: int | None = None) -> Any:
         seed: Of the weights; None is the family's.
     """
     family = FAMILIES[name]
-    model = family.model(family.config, rngs=nnx.Rngs(0))
     rng = np.random.default_rng(family.seed if seed is None else seed)
-    draw = functools.partial(_draw, name, rng)
-    state = nnx.state(model, nnx.Param)
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
-    new = [jnp.asarray(draw(jax.tree_util.keystr(path), x.shape), x.dtype) for path, x in leaves]
-    nnx.update(model, jax.tree_util.tree_unflatten(treedef, new))
-    return model
+    return ref.with_weights(
+        lambda: family.model(family.config, rngs=nnx.Rngs(0)),
+        lambda path, leaf: _draw(name, rng, path, leaf.shape),
+    )
 
 
 def make_prompts(name: str) -> list[np.ndarray]:

@@ -10,8 +10,9 @@ stands.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -145,15 +146,30 @@ def make_tunix_qwen3(config: str | Mapping[str, Any], seed: int | None = None) -
         )
     if model_config.num_experts is not None:
         raise ValueError(f"num_experts is {model_config.num_experts}; only dense models here")
-    model = Qwen3(model_config, rngs=nnx.Rngs(seed))
     rng = np.random.default_rng(seed)
+    return with_weights(
+        lambda: Qwen3(model_config, rngs=nnx.Rngs(0)),
+        lambda path, leaf: _random_weight(path, leaf.shape, rng),
+    )
+
+
+@deprecations_ignored()
+def with_weights(
+    make: Callable[[], nnx.Module], draw: Callable[[str, jax.ShapeDtypeStruct], Any]
+) -> Any:
+    """A model with the given weights, and none of Tunix's own, which take a program a shape.
+
+    Args:
+        make: Makes the model; it is traced, never run.
+        draw: The array of a parameter, given its path and what it must be; any dtype.
+    """
+    model = nnx.eval_shape(make)
     state = nnx.state(model, nnx.Param)
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
-    new = [
-        jnp.asarray(_random_weight(jax.tree_util.keystr(path), leaf.shape, rng), leaf.dtype)
-        for path, leaf in leaves
-    ]
-    nnx.update(model, jax.tree_util.tree_unflatten(treedef, new))
+    new = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: jnp.asarray(draw(jax.tree_util.keystr(path), leaf), leaf.dtype), state
+    )
+    nnx.update(model, new)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(nnx.state(model)))
     return model
 
 
@@ -230,6 +246,9 @@ def trainer_logps(
 ) -> list[np.ndarray]:
     """Scores completions as Tunix's trainer does, in one padded batch.
 
+    Its sizes are rounded up, so that few programs do: rows, completions, and prompts unless all
+    have one length, since Tunix's Gemma 2 depends on padding in front of them.
+
     Args:
         model: The policy.
         prompts: Token ids of each prompt, ragged; padded on the left here.
@@ -247,9 +266,13 @@ def trainer_logps(
         (_checked("prompt", prompt, pad_id), _checked("completion", completion, pad_id))
         for prompt, completion in zip(prompts, completions, strict=True)
     ]
-    prompt_ids = np.full((len(rows), max(len(p) for p, _ in rows)), pad_id, np.int32)
-    completion_ids = np.full((len(rows), max(len(c) for _, c in rows)), pad_id, np.int32)
-    for i, (prompt, completion) in enumerate(rows):
+    lengths = {len(prompt) for prompt, _ in rows}
+    width = max(lengths) if len(lengths) == 1 else _round_up(max(lengths), 16)
+    num_rows = _round_up(len(rows), 4)
+    prompt_ids = np.full((num_rows, width), pad_id, np.int32)
+    num_tokens = _round_up(max(len(completion) for _, completion in rows), 32)
+    completion_ids = np.full((num_rows, num_tokens), pad_id, np.int32)
+    for i, (prompt, completion) in enumerate(itertools.islice(itertools.cycle(rows), num_rows)):
         prompt_ids[i, -len(prompt) :] = prompt
         completion_ids[i, : len(completion)] = completion
     graphdef, state = nnx.split(model)
@@ -262,8 +285,12 @@ def trainer_logps(
         eos_id=NO_EOS_ID,
         temperature=temperature,
     )
-    logps_np = np.asarray(logps, np.float32)
+    logps_np = np.asarray(logps, np.float32)[: len(rows)]
     return [row[: len(completion)] for row, (_, completion) in zip(logps_np, rows, strict=True)]
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def _checked(what: str, ids: Sequence[int] | np.ndarray, pad_id: int) -> np.ndarray:

@@ -15,14 +15,13 @@ from tunix.rl.rl_cluster import RLCluster, RLTrainingConfig
 
 from tests import tunix_reference as ref
 from tests.adapter.grpo_parts import EOS, MODEL, make_parts, rollout_config
-from tests.adapter.helpers import EndingTokenizer, text_of
+from tests.adapter.helpers import ENGINE_OPTIONS, EndingTokenizer, text_of
 from tests.threads import LIMIT_S, start
 from tunix_sgljax import AgenticGrpoLearner, SglJaxRollout
 
 RESPONSE = 48
 PER_STEP = 2
 GROUP = 4
-OPTIONS = {"page_size": 4, "max_running_requests": 16, "batch_buckets": (16,), "decode_steps": 1}
 
 
 def prompts_of(step: int) -> list[str]:
@@ -143,7 +142,7 @@ def make_cluster(
         "compute_logps_micro_batch_size": PER_STEP if in_consumer else 1,
     }
     parts = make_parts(
-        rollout_engine=functools.partial(rollout, **(OPTIONS | options)),
+        rollout_engine=functools.partial(rollout, **(ENGINE_OPTIONS | options)),
         rollout_config=rollout_config(
             max_tokens_to_generate=RESPONSE, return_logprobs=True, kv_cache_size=128
         ),

@@ -48,7 +48,7 @@ def rollout_config(**changes):
     fields: dict[str, Any] = {
         "max_tokens_to_generate": 8,
         "max_prompt_length": 8,
-        "kv_cache_size": 32,
+        "kv_cache_size": 128,
         "temperature": TEMPERATURE,
     }
     return RolloutConfig(**(fields | changes))

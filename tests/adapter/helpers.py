@@ -13,25 +13,18 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from tests import quick_compile
 from tests import tunix_reference as ref
+from tests.geometry import SMALL
 from tunix_sgljax import SglJaxRollout
 
-quick_compile.always_quickly_at_random()  # in child processes too, which have no conftest
+quick_compile.others_quickly()  # in child processes too, which have no conftest
 
 MODEL = "gqa2_tied"
 """The configuration of `tunix_reference` that most tests use."""
 
 VOCAB_SIZE = ref.CONFIGS[MODEL]["vocab_size"]
 
-ENGINE_OPTIONS: dict[str, Any] = {
-    "page_size": 4,
-    "max_running_requests": 8,
-    "batch_buckets": (8,),
-    "chunked_prefill_size": 256,
-    "token_buckets": (256,),
-}
+ENGINE_OPTIONS: dict[str, Any] = {**SMALL}
 """The same everywhere, so that one program of each kind serves most engines."""
-
-_BUCKETS = {"max_running_requests": "batch_buckets", "chunked_prefill_size": "token_buckets"}
 
 
 class EndingTokenizer(ref.IntegerTokenizer):
@@ -68,12 +61,11 @@ def rollout_config(**changes: Any) -> RolloutConfig:
 
 
 def new_rollout(model: nnx.Module, **arguments: Any) -> SglJaxRollout:
-    """A rollout of the model; the caller closes it. Other sizes come with buckets of their own."""
-    replaced = {_BUCKETS[name] for name in arguments if name in _BUCKETS}
+    """A rollout of the model; the caller closes it."""
     merged: dict[str, Any] = {
         "tokenizer": ref.IntegerTokenizer(),
         "rollout_config": rollout_config(),
-        **{name: value for name, value in ENGINE_OPTIONS.items() if name not in replaced},
+        **ENGINE_OPTIONS,
         **arguments,
     }
     return SglJaxRollout(rollout_actor=model, **merged)

@@ -67,7 +67,7 @@ class InterruptedRollout(SnapshotRollout):
         if self._updating.is_set():
             super().update_params(params, filter_types)
             return
-        self._pause_at = self._core.counters.num_decode_rows + 3 * PER_STEP * GROUP
+        self._pause_at = self._core.counters.num_decode_rows + 2 * PER_STEP * GROUP
         self._updating.set()
         self._paused.result(LIMIT_S)
         try:
@@ -90,6 +90,14 @@ def closing():
     yield rollouts
     for rollout in rollouts:
         rollout.close()
+
+
+@pytest.fixture(scope="module")
+def untrained():
+    """A cluster for learners that are never made."""
+    cluster = make_cluster(num_steps=1)
+    yield cluster
+    cluster.rollout.close()
 
 
 def rows_of(cluster):
@@ -186,6 +194,7 @@ def test_tokens_that_are_too_old_are_masked(closing):
     assert max(cluster.metrics["weight_lag/masked_fraction"]) > 0
 
 
+@pytest.mark.slow
 def test_no_deadlock_where_tunixs_lock_has_one(closing):
     """One step off-policy and few concurrent episodes: its loop thread waits in the lock."""
     cluster = make_cluster(num_steps=4)
@@ -195,6 +204,7 @@ def test_no_deadlock_where_tunixs_lock_has_one(closing):
     assert len(cluster.examples) == 4
 
 
+@pytest.mark.slow
 def test_engine_versions_and_policy_versions_may_differ(closing):
     """The engine has had two updates before the learner is made."""
     cluster = make_cluster(num_steps=2)
@@ -208,6 +218,7 @@ def test_engine_versions_and_policy_versions_may_differ(closing):
         assert row["token_versions"].max() <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parser", [Parser(), LineParser()], ids=lambda p: type(p).__name__)
 def test_environment_tokens_have_no_version(closing, parser):
     """Several turns: the environment's tokens are among the assistant's, and the parser's."""
@@ -230,6 +241,7 @@ def test_environment_tokens_have_no_version(closing, parser):
 # ------------------------------------------------------------------ draining
 
 
+@pytest.mark.slow
 def test_drained_updates_leave_sequences_to_one_policy(closing):
     cluster = make_cluster(num_steps=3)
     closing.append(cluster.rollout)
@@ -252,11 +264,9 @@ def test_drained_updates_leave_sequences_to_one_policy(closing):
         ({"config": {"use_rollout_logps": False}}, r"use_rollout_logps"),
     ],
 )
-def test_bad_options_are_refused(closing, options, match):
-    cluster = make_cluster(num_steps=1)
-    closing.append(cluster.rollout)
+def test_bad_options_are_refused(untrained, options, match):
     with pytest.raises(InvalidConfigError, match=match):
-        make_learner(cluster, **options)
+        make_learner(untrained, **options)
 
 
 def test_aborted_completions_are_not_trained_on(closing):
@@ -274,9 +284,7 @@ def test_packing_and_masking_are_not_combined(closing):
         make_learner(cluster, max_token_lag=2)
 
 
-def test_another_rollout_is_refused():
-    cluster = make_cluster(num_steps=1)
-    cluster.rollout.close()
-    cluster._rollout = VanillaRollout.__new__(VanillaRollout)
+def test_another_rollout_is_refused(untrained, monkeypatch):
+    monkeypatch.setattr(untrained, "_rollout", VanillaRollout.__new__(VanillaRollout))
     with pytest.raises(InvalidConfigError, match=r"SglJaxRollout.*VanillaRollout"):
-        make_learner(cluster)
+        make_learner(untrained)

@@ -29,7 +29,7 @@ QWEN2 = families.FAMILIES["qwen2_tied"].config
 MIXED = {"num_layers": 1, "dtype": jnp.bfloat16, "param_dtype": jnp.float32}
 
 
-@pytest.fixture(scope="module", params=["qwen2", "qwen3"])
+@pytest.fixture(scope="module", params=[pytest.param("qwen2", marks=pytest.mark.slow), "qwen3"])
 def model(request):
     """Stored in float32, computes in bfloat16."""
     if request.param == "qwen3":
@@ -76,7 +76,7 @@ def test_the_engine_computes_as_the_trainer_does(model):
     rollout.close()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("model", ["qwen2"], indirect=True)
 def test_it_is_nearer_to_the_trainer_than_float32(model, monkeypatch):
     # As XLA computes it: JIT-compiled CPU kernels store bfloat16 and compute in float32.

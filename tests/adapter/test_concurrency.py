@@ -14,17 +14,11 @@ from sgljax_engine import EngineShutdownError, SamplingParams
 from tests import inside
 from tests import tunix_reference as ref
 from tests.adapter.helpers import VOCAB_SIZE, new_rollout, params_of, rollout_config, text_of
+from tests.geometry import WIDE
 from tests.threads import LIMIT_S, held, start
 
-NUM_CALLERS = 16
+NUM_CALLERS = 8
 NUM_TOKENS = 96
-OPTIONS = {
-    "max_running_requests": NUM_CALLERS,
-    # One program each, whoever meets whom.
-    "batch_buckets": (NUM_CALLERS,),
-    "chunked_prefill_size": 256,
-    "token_buckets": (256,),
-}
 PROMPTS = ref.make_prompts(VOCAB_SIZE, tuple(range(1, NUM_CALLERS + 1)), seed=6)
 
 
@@ -56,7 +50,7 @@ def num_dispatches(rollout):
 @pytest.fixture(scope="module")
 def busy(model):
     """A rollout with room for all callers."""
-    shared = new_rollout(model, **OPTIONS)
+    shared = new_rollout(model)
     yield shared
     shared.close()
 
@@ -78,7 +72,7 @@ def test_callers_are_batched_and_get_their_own_answers(busy, sequential):
 
 def test_the_engine_is_built_once(model, sequential):
     """The first calls of all threads come before there is an engine."""
-    rollout = new_rollout(model, **OPTIONS)
+    rollout = new_rollout(model)
     try:
         tokens = at_once(lambda prompt: generate(rollout, prompt), PROMPTS)
         assert tokens == sequential[0]
@@ -113,7 +107,7 @@ def test_updates_during_generation(busy, model, sequential):
 
     def update(_):
         count = 0
-        while not stop.is_set():
+        while not stop.is_set() and count < 12:
             busy.update_params(params_of(model), (nnx.Param,))
             count += 1
             time.sleep(0.002)
@@ -131,7 +125,7 @@ def test_updates_during_generation(busy, model, sequential):
 
 def test_close_ends_calls_in_flight(model):
     """With an answer or with the error, but never with a hang."""
-    rollout = new_rollout(model, **OPTIONS)
+    rollout = new_rollout(model)
     rollout.generate("1", rollout_config(max_tokens_to_generate=1))
     started = threading.Event()
 
@@ -152,27 +146,30 @@ def test_close_ends_calls_in_flight(model):
         generate(rollout, PROMPTS[0])
 
 
-CROWD = 64
-CROWD_TOKENS = 40
-CROWD_OPTIONS = {
-    "max_running_requests": CROWD,
-    "batch_buckets": (CROWD,),
-    "chunked_prefill_size": 1024,
-    "token_buckets": (1024,),
-    "decode_steps": 8,
-}
+CROWD = WIDE["max_running_requests"]
+STEPS = WIDE["decode_steps"]
+CROWD_TOKENS = 2 * STEPS
 
 
-@pytest.fixture(scope="module", params=["greedy", "seeded"])
-def crowd(request, model):
-    """Each caller's prompt and config, and what it gets alone."""
-    prompts = ref.make_prompts(VOCAB_SIZE, [1 + i % 16 for i in range(CROWD)], seed=8)
-    changes = {} if request.param == "greedy" else {"temperature": 1.0, "top_p": 0.95}
+@pytest.fixture(scope="module")
+def wide(model):
+    """A rollout with room for a crowd."""
+    shared = new_rollout(model, **WIDE)
+    yield shared
+    shared.close()
+
+
+@pytest.fixture(scope="module")
+def crowd(model):
+    """Each caller's prompt and config, greedy or seeded, and what it gets alone."""
+    # Of some there is something to prefill, as much as one dispatch takes.
+    lengths = [1 + (i < 16) * i for i in range(CROWD)]
+    prompts = ref.make_prompts(VOCAB_SIZE, lengths, seed=8)
     calls = [
-        (text_of(prompt), changes and changes | {"seed": 100 + i})
-        for i, prompt in enumerate(prompts)
+        (text_of(ids), {"temperature": 1.0, "top_p": 0.95, "seed": 100 + i} if i % 2 else {})
+        for i, ids in enumerate(prompts)
     ]
-    alone = new_rollout(model, **CROWD_OPTIONS)
+    alone = new_rollout(model, **WIDE)  # a seed's samples depend on the rollout's earlier calls
     try:
         return calls, [crowd_call(alone, call) for call in calls]
     finally:
@@ -190,69 +187,61 @@ def crowd_call(rollout, call):
     return output.tokens[0].tolist(), output.logprobs[0]
 
 
-def recorded_batches(rollout):
+@pytest.fixture
+def sizes(wide, monkeypatch):
     """The decode rows of each dispatch from now on."""
-    runner, sizes = inside.runner(rollout.engine), []
+    runner, sizes = inside.runner(wide.engine), []
     decode = runner.decode
 
     def recorded(output):
         sizes.append(len(output.decode))
         return decode(output)
 
-    runner.decode = recorded
+    monkeypatch.setattr(runner, "decode", recorded)
     return sizes
 
 
-def test_64_callers_are_one_batch_on_the_device(model, crowd):
+def test_64_callers_are_one_batch_on_the_device(wide, crowd, sizes):
     """The engine's thread is held until all calls are in its queue, so nothing is left to luck."""
     calls, expected = crowd
-    rollout = new_rollout(model, **CROWD_OPTIONS)
-    try:
-        engine = rollout.engine
-        sizes = recorded_batches(rollout)
-        with held(engine):
-            callers = [start(lambda call=call: crowd_call(rollout, call)) for call in calls]
-            deadline = time.monotonic() + LIMIT_S
-            while inside.tasks(engine).qsize() < CROWD:
-                assert time.monotonic() < deadline, inside.tasks(engine).qsize()
-                time.sleep(0.001)
-        outputs = [caller.result(LIMIT_S) for caller in callers]
-        counters = engine.get_internal_state().counters
-        told = f"decode rows of each dispatch: {sizes}"
-        assert counters.max_decode_batch == CROWD, told
-        assert counters.num_dispatches == CROWD_TOKENS // 8, told
-        assert counters.num_decode_rows == CROWD * CROWD_TOKENS // 8 == sum(sizes), told
-        assert [tokens for tokens, _ in outputs] == [tokens for tokens, _ in expected]
-        for (_, logprobs), (_, alone) in zip(outputs, expected, strict=True):
-            np.testing.assert_allclose(logprobs, alone, atol=1e-5)
-        if calls[0][1]:
-            assert len({tuple(tokens) for tokens, _ in outputs}) == CROWD
-    finally:
-        rollout.close()
-
-
-def test_64_callers_join_a_running_batch(model):
-    """They come while another request runs, and leave it together."""
-    options = CROWD_OPTIONS | {"max_running_requests": CROWD + 1, "batch_buckets": (CROWD + 1,)}
-    rollout = new_rollout(model, **options)
-    try:
-        engine = rollout.engine
-        sizes = recorded_batches(rollout)
-        prompts = ref.make_prompts(VOCAB_SIZE, [3] * (CROWD + 1), seed=9)
-        long = SamplingParams(temperature=0, max_new_tokens=120)
-        lone = start(lambda: engine.generate_requests([prompts[0].tolist()], long))
-        while not sizes:
+    engine = wide.engine
+    before = engine.get_internal_state().counters
+    with held(engine):
+        callers = [start(lambda call=call: crowd_call(wide, call)) for call in calls]
+        deadline = time.monotonic() + LIMIT_S
+        while inside.tasks(engine).qsize() < CROWD:
+            assert time.monotonic() < deadline, inside.tasks(engine).qsize()
             time.sleep(0.001)
-        tokens = at_once(lambda prompt: generate(rollout, prompt), prompts[1:])
-        assert [len(row) for row in tokens] == [NUM_TOKENS] * CROWD
-        assert len(lone.result(LIMIT_S)[0].output_ids) == 120
-        told = f"decode rows of each dispatch: {sizes}"
-        assert sizes[0] == 1, told
-        assert sum(sizes) == (CROWD * NUM_TOKENS + 120) // 8, told
-        # One after the other they would take 64 times 12 dispatches.
-        assert len(sizes) < CROWD * NUM_TOKENS // 8 / 4, told
-    finally:
-        rollout.close()
+    outputs = [caller.result(LIMIT_S) for caller in callers]
+    counters = engine.get_internal_state().counters
+    told = f"decode rows of each dispatch: {sizes}"
+    assert counters.max_decode_batch == CROWD == 64, told
+    # All of them in each, though the first one has half the steps: none was timed before.
+    assert sizes == [CROWD] * 3, told
+    assert counters.num_dispatches - before.num_dispatches == 3, told
+    assert counters.num_decode_rows - before.num_decode_rows == 3 * CROWD, told
+    assert [tokens for tokens, _ in outputs] == [tokens for tokens, _ in expected]
+    for (_, logprobs), (_, alone) in zip(outputs, expected, strict=True):
+        np.testing.assert_allclose(logprobs, alone, atol=1e-5)
+    seeded = {tuple(tokens) for tokens, _ in outputs[1::2]}
+    assert len(seeded) == CROWD // 2
+
+
+def test_63_callers_join_a_running_batch(wide, sizes):
+    """They come while another request runs, and leave it together."""
+    prompts = ref.make_prompts(VOCAB_SIZE, [3] * CROWD, seed=9)
+    long = SamplingParams(temperature=0, max_new_tokens=112)
+    lone = start(lambda: wide.engine.generate_requests([prompts[0].tolist()], long))
+    while not sizes:
+        time.sleep(0.001)
+    tokens = at_once(lambda prompt: generate(wide, prompt), prompts[1:])
+    assert [len(row) for row in tokens] == [NUM_TOKENS] * (CROWD - 1)
+    assert len(lone.result(LIMIT_S)[0].output_ids) == 112
+    told = f"decode rows of each dispatch: {sizes}"
+    assert sizes[0] == 1, told
+    assert max(sizes) > CROWD // 2, told
+    # One after the other they would take 63 times 6 dispatches.
+    assert len(sizes) < (CROWD - 1) * NUM_TOKENS // STEPS / 4, told
 
 
 def engine_threads():
@@ -263,7 +252,7 @@ def test_threads_end_with_the_rollout(model):
     """After `close`, and also when somebody forgot it."""
     before = engine_threads()
     for forgets in (False, True):
-        rollout = new_rollout(model, **OPTIONS)
+        rollout = new_rollout(model)
         rollout.generate("1", rollout_config(max_tokens_to_generate=1))
         started = engine_threads() - before
         assert started

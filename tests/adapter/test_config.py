@@ -35,9 +35,8 @@ from tests.adapter.helpers import (
     rollout_config,
     tokens_of,
 )
+from tests.geometry import CHUNKED
 from tunix_sgljax import SglJaxRollout, create_sgljax_rollout
-
-QUICK_COMPILE = "which options reach the engine, and which are refused"
 
 FIELDS = {field.name: field for field in dataclasses.fields(RolloutConfig)}
 
@@ -55,7 +54,7 @@ HONOURED = {
     "rollout_sglang_jax_chunked_prefill_size": (256, "scheduler.chunked_prefill_size", 256),
     "rollout_sglang_jax_page_size": (32, "cache.page_size", 32),
     "rollout_sglang_jax_max_running_requests": (5, "scheduler.max_running_requests", 5),
-    "rollout_sglang_jax_kwargs": ({"decode_steps": 3}, "scheduler.decode_steps", 3),
+    "rollout_sglang_jax_kwargs": ({"decode_steps": 3}, "scheduler.decode_steps", 3),  # no engine
     "rollout_vllm_hbm_utilization": (0.35, "cache.mem_fraction_static", 0.35),
     "rollout_vllm_max_num_seqs": (5, "scheduler.max_running_requests", 5),
     "rollout_vllm_max_num_batched_tokens": (256, "scheduler.chunked_prefill_size", 256),
@@ -146,7 +145,7 @@ def test_the_lists_above_name_fields():
 def test_honoured_field(make_rollout, name):
     value, path, expected = HONOURED[name]
     config = RolloutConfig(**{name: value})
-    rollout = make_rollout(rollout_config=config, page_size=16, max_running_requests=64)
+    rollout = make_rollout(rollout_config=config)
     # Explicit options win, so they must not be in this field's way.
     rollout._builder.explicit_options.clear()
     rollout.bind(config)
@@ -160,8 +159,14 @@ def test_honoured_field(make_rollout, name):
     [
         ("rollout_sglang_jax_precompile_bs_paddings", [8, 4, 8]),
         ("rollout_sglang_jax_precompile_token_paddings", [64, 16]),
-        ("rollout_sglang_jax_kwargs", {"batch_buckets": [4, 8], "max_running_requests": 8}),
-        ("rollout_sglang_jax_kwargs", {"page_size": 8, "disable_radix_cache": True}),
+        (
+            "rollout_sglang_jax_kwargs",
+            {"batch_buckets": [4, 8], "max_running_requests": 8},  # no engine
+        ),
+        (
+            "rollout_sglang_jax_kwargs",
+            {"page_size": 8, "disable_radix_cache": True},  # no engine
+        ),
         (
             "rollout_sglang_jax_kwargs",
             {"speculation": "auto", "speculative_drafters": ["history", "ngram"]},
@@ -218,7 +223,7 @@ def test_fields_reach_the_engine(make_rollout):
         rollout_sglang_jax_context_length=48,
         rollout_sglang_jax_page_size=8,
         rollout_sglang_jax_max_running_requests=2,
-        rollout_sglang_jax_kwargs={"num_kv_tokens": 100},
+        rollout_sglang_jax_kwargs={**CHUNKED},
     )
     rollout = make_rollout(rollout_config=config)
     assert (
@@ -226,7 +231,7 @@ def test_fields_reach_the_engine(make_rollout):
     )  # explicit options win
     assert rollout._builder.engine_config.cache.page_size == 4
     state = rollout.engine.get_internal_state()
-    assert state.total_kv_tokens == 100
+    assert state.total_kv_tokens == CHUNKED["num_kv_tokens"]
     assert rollout.engine.max_model_len == 48
     with pytest.raises(InvalidRequestError, match="max_model_len = 48"):
         rollout.generate(["1 " * 40], config)
@@ -285,15 +290,15 @@ def test_unknown_engine_option_is_refused_with_the_nearest(refuse):
 
 
 def test_keywords_win_over_the_config(make_rollout):
-    kwargs = {"page_size": 8, "decode_steps": 3}
+    kwargs = {"page_size": 8, "decode_steps": 3}  # no engine
     config = {"rollout_sglang_jax_page_size": 32, "rollout_sglang_jax_kwargs": kwargs}
-    rollout = make_rollout(config=config, decode_steps=5)
+    rollout = make_rollout(config=config, decode_steps=5)  # no engine
     assert rollout._builder.engine_config.cache.page_size == ENGINE_OPTIONS["page_size"]
     assert rollout._builder.engine_config.scheduler.decode_steps == 5
 
 
 def test_factory_takes_options(model):
-    rollout = create_sgljax_rollout(
+    rollout = create_sgljax_rollout(  # no engine
         model,
         EndingTokenizer(eos=1),
         model.config,
@@ -311,12 +316,15 @@ def test_factory_takes_options(model):
 @pytest.mark.parametrize(
     ("match", "options"),
     [
-        ("page_size", {"page_size": 0}),
+        ("page_size", {"page_size": 0}),  # no engine
         ("max_model_len", {"max_model_len": 1}),
         ("dtype.*float32", {"dtype": "float31"}),
         ("attention_backend 'xlaa'.*'xla'", {"attention_backend": "xlaa"}),
-        ("batch_buckets.*64", {"batch_buckets": [1, 32], "max_running_requests": 64}),
-        ("token_buckets", {"token_buckets": [63]}),
+        (
+            "batch_buckets.*64",
+            {"batch_buckets": [1, 32], "max_running_requests": 64},  # no engine
+        ),
+        ("token_buckets", {"token_buckets": [63]}),  # no engine
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

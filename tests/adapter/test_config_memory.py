@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from sgljax_engine import InvalidConfigError, InvalidRequestError
-from tests import tunix_reference as ref
-from tests.adapter.helpers import MODEL, new_rollout, rollout_config
+from tests.adapter.helpers import rollout_config
 from tunix_sgljax.rollout_config.memory import ConfigMemory
 
 
@@ -65,8 +64,7 @@ def test_what_else_a_value_depends_on():
     assert [reads.get(rollout_config(), a=1), reads.get(rollout_config(), a=2)] == [1, 2]
 
 
-def test_a_rollout_sees_changes_between_calls():
-    rollout = new_rollout(ref.make_tunix_qwen3(MODEL))
+def test_a_rollout_sees_changes_between_calls(rollout):
     config = rollout_config(max_tokens_to_generate=4)
     (first,) = rollout.generate(["5 6 7"], config).tokens
     config.max_tokens_to_generate = 2
@@ -83,4 +81,3 @@ def test_a_rollout_sees_changes_between_calls():
     config.rollout_vllm_kwargs["max_model_len"] = 77
     with pytest.raises(InvalidConfigError, match="cannot change after construction"):
         rollout.generate(["5 6 7"], config)
-    rollout.close()

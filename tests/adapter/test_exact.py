@@ -10,7 +10,10 @@ from flax import nnx
 
 from tests import tunix_reference as ref
 from tests.adapter.helpers import MODEL, new_rollout, rollout_config, text_of
+from tests.geometry import CHUNKED, SMALL, WIDE
 from tunix_sgljax import SglJaxRollout
+
+TRAINER_AS_USERS = "the trainer's bits"
 
 PROMPTS = [text_of(ids) for ids in ref.make_prompts(ref.CONFIGS[MODEL]["vocab_size"])]
 
@@ -26,11 +29,6 @@ def config_of(**changes):
     return rollout_config(**(fields | changes))
 
 
-@pytest.fixture(scope="module")
-def model():
-    return ref.make_tunix_qwen3(MODEL)
-
-
 def generate(rollout: SglJaxRollout, prompts: list[str], config):
     output = rollout.generate(prompts, config)
     assert output.logprobs is not None
@@ -44,13 +42,12 @@ class TestFlag:
     @pytest.mark.slow
     def test_seeded_bits_under_other_sizes(self, model):
         found = []
-        few = {"max_running_requests": 3, "batch_buckets": (3,)}
-        for options in (few, {"page_size": 16, "chunked_prefill_size": 16}):
+        for sizes in (SMALL, CHUNKED, WIDE):
             config = config_of()
-            rollout = new_rollout(model, rollout_config=config, **options)
+            rollout = new_rollout(model, rollout_config=config, **sizes)
             found.append(generate(rollout, PROMPTS * 4, config))
             rollout.close()
-        assert found[0] == found[1]
+        assert found[0] == found[1] == found[2]
 
     def test_per_token_logps_have_the_bits_of_sampling(self, model):
         config = config_of()

@@ -23,6 +23,7 @@ from tests.adapter.helpers import (
     text_of,
     tokens_of,
 )
+from tests.geometry import SMALL
 from tunix_sgljax import SglJaxRollout
 from tunix_sgljax.rollout_config.engine_options import ask_options
 from tunix_sgljax.rollout_config.fields import lora_scaling, max_lora_rank
@@ -99,17 +100,18 @@ def warnings(caplog):
 # ------------------------------------------------------------------ whole recipes
 
 
-def test_a_config_for_vllm(bare, warnings):
+def test_a_config_for_vllm(bare, warnings, caplog):
     """It runs; one warning has all that changes nothing, whichever config comes later."""
     train = rollout_config(temperature=1.0, seed=3, **VLLM)
     evaluation = rollout_config(temperature=0.0, **VLLM)
-    rollout = bare(train)
-    config = rollout._builder.engine_config
+    config = bare(train)._builder.engine_config
     assert config.cache.mem_fraction_static == 0.4
     assert config.cache.disable_radix_cache is True
     assert config.scheduler.max_running_requests == 8
     assert config.scheduler.chunked_prefill_size == 256
     assert config.runtime.dtype == "float32"
+    caplog.clear()
+    rollout = bare(train, **SMALL)
     for each in (train, evaluation, train):
         output = rollout.generate([text_of(ids) for ids in PROMPTS], each)
         assert all(2 <= len(row) <= 16 for row in output.tokens)
@@ -153,7 +155,7 @@ def test_a_folders_end_tokens_end_completions(bare, tmp_path, warnings, field):
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": VOCAB_SIZE}))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
     fields = {field: str(folder), "eos_tokens": None}
-    rollout = bare(rollout_config(**fields), sampling_params={"logit_bias": {7: 100.0}})
+    rollout = bare(rollout_config(**fields), sampling_params={"logit_bias": {7: 100.0}}, **SMALL)
     asked = [
         (rollout_config(**fields), [7]),
         (rollout_config(eos_tokens=None), [7]),  # an evaluation config may leave the folder out
@@ -192,7 +194,7 @@ def test_strict_config_refuses_what_the_warning_names(bare):
 
 
 def test_a_later_config_is_named_for_what_is_new(bare, warnings):
-    rollout = bare(rollout_config(rollout_vllm_server_mode=True))
+    rollout = bare(rollout_config(rollout_vllm_server_mode=True), **SMALL)
     rollout.generate(["5"], rollout_config(rollout_vllm_server_mode=True))
     rollout.generate(["5"], rollout_config(rollout_vllm_async_scheduling=True))
     first, second = warnings()
@@ -224,14 +226,15 @@ def test_what_an_engine_was_made_with_cannot_change(bare, field, value):
 def test_several_fields_for_one_option(warnings, bare):
     """Keywords, then SGLang's kwargs and fields, then vLLM's."""
     fields = {
-        "rollout_sglang_jax_kwargs": {"page_size": 4},
+        "rollout_sglang_jax_kwargs": {"page_size": 4},  # no engine
         "rollout_sglang_jax_page_size": 8,
         "rollout_vllm_kwargs": {"block_size": 32, "max_num_seqs": 3, "dtype": "half"},
         "rollout_vllm_max_num_seqs": 5,
         "data_type": np.float32,
     }
     asked = ask_options(rollout_config(**fields))
-    assert asked.values == {"page_size": 4, "dtype": "float32", "max_running_requests": 3}
+    wanted = {"page_size": 4, "dtype": "float32", "max_running_requests": 3}  # no engine
+    assert asked.values == wanted
     assert asked.sources["page_size"] == "rollout_sglang_jax_kwargs['page_size']"
     rollout = bare(rollout_config(**fields), page_size=16)
     assert rollout._builder.engine_config.cache.page_size == 16
@@ -261,13 +264,16 @@ def test_fields_that_agree_are_no_conflict(bare, warnings):
         ({"max_model_len": 77, "seed": 5}, {"max_model_len": 77, "random_seed": 5}),
         (
             {"context_length": 77, "max_total_tokens": 99},
-            {"max_model_len": 77, "num_kv_tokens": 99},
+            {"max_model_len": 77, "num_kv_tokens": 99},  # no engine
         ),
         ({"dtype": "half"}, {"dtype": "float16"}),
         ({"gpu_memory_utilization": 0.5, "block_size": None}, {"mem_fraction_static": 0.5}),
-        ({"precompile_bs_paddings": [1, 300]}, {"batch_buckets": (1, 300)}),
+        ({"precompile_bs_paddings": [1, 300]}, {"batch_buckets": (1, 300)}),  # no engine
         # This engine's own name decides, whatever the order.
-        ({"max_num_seqs": 4, "max_running_requests": 6}, {"max_running_requests": 6}),
+        (
+            {"max_num_seqs": 4, "max_running_requests": 6},  # no engine
+            {"max_running_requests": 6},  # no engine
+        ),
         ({"swap_space": 4, "max_loras": 2, "enable_lora": True}, {}),
     ],
     ids=lambda value: "-".join(value),

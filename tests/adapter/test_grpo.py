@@ -34,6 +34,7 @@ from tests.adapter.grpo_parts import (
     rollout_config,
 )
 from tests.adapter.helpers import ENGINE_OPTIONS
+from tests.geometry import SMALL
 from tunix_sgljax import GrpoLearner, RLCluster, SglJaxRollout, create_sgljax_rollout
 
 PARTIAL = functools.partial(SglJaxRollout, **ENGINE_OPTIONS)
@@ -54,9 +55,13 @@ def closing():
 # ------------------------------------------------------------------ three ways in
 
 
-def test_class_as_the_rollout_engine(closing):
+@pytest.mark.parametrize(
+    "sizes", [pytest.param({}, marks=pytest.mark.slow), {**SMALL}], ids=["default", "small"]
+)
+def test_class_as_the_rollout_engine(closing, sizes):
     """The one-line switch."""
-    parts = make_parts(rollout_engine=SglJaxRollout)
+    config = rollout_config(rollout_sglang_jax_kwargs=sizes)
+    parts = make_parts(rollout_engine=SglJaxRollout, rollout_config=config)
     cluster: Any = TunixRLCluster(**parts.arguments)
     closing.append(cluster.rollout)
     assert cluster.rollout.weight_version == 0
@@ -93,7 +98,7 @@ def test_rollout_worker_made_beforehand(closing):
         tokenizer=parts.arguments["tokenizer"],
         model_config=parts.model.config,
         mesh=parts.mesh,
-        max_model_len=32,
+        max_model_len=128,
         **ENGINE_OPTIONS,
     )
     closing.append(rollout)
@@ -102,7 +107,7 @@ def test_rollout_worker_made_beforehand(closing):
     learner = GrpoLearner(cluster, reward, grpo_config())
     learner.train(list_batches())
     check_trained(cluster)
-    assert rollout.engine.max_model_len == 32
+    assert rollout.engine.max_model_len == 128
 
 
 # ------------------------------------------------------------------ more of what Tunix does
@@ -118,7 +123,7 @@ class CountingRollout(SglJaxRollout):
         return super().get_per_token_logps(prompt_tokens, completion_tokens)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_several_iterations_a_batch(closing):
     """Tunix then needs the log-probs of the policy that sampled: asks for them, or has them."""
     engine = functools.partial(CountingRollout, **PARTIAL.keywords)
@@ -230,7 +235,7 @@ def test_without_a_worker_it_is_tunixs_cluster():
 def test_a_workers_config_is_checked_and_taken_over(closing):
     parts = make_parts(rollout_config=rollout_config(rollout_vllm_server_mode=True))
     rollout = create_sgljax_rollout(
-        parts.model, parts.arguments["tokenizer"], page_size=4, strict_config=True
+        parts.model, parts.arguments["tokenizer"], strict_config=True, **ENGINE_OPTIONS
     )
     closing.append(rollout)
     with pytest.raises(InvalidConfigError, match="rollout_vllm_server_mode"):
@@ -271,6 +276,7 @@ def test_the_model_itself_is_never_touched(closing):
 # ------------------------------------------------------------------ many steps
 
 
+@pytest.mark.slow
 def test_fifty_steps_keep_memory_flat_and_compile_nothing(closing):
     """Fifty updates synced by Tunix's learner itself."""
     num_steps, every = 60, 5

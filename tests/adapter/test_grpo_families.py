@@ -23,14 +23,8 @@ NUM_STEPS, BATCH, NUM_GENERATIONS = 20, 4, 8
 PROMPTS = [text_of(ids) for ids in ref.make_prompts(96, (3, 5, 2, 4), seed=7)]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("gemma4_moe", marks=pytest.mark.slow),
-        pytest.param("gemma4_shared_keys", marks=pytest.mark.soak),
-        pytest.param("qwen3_moe", marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["gemma4_moe", "gemma4_shared_keys", "qwen3_moe"])
 def test_twenty_steps(name):
     """The reward rises, every step's weights arrive, and the rollout is the trainer's model."""
     rewards: list[float] = []

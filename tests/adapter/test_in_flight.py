@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import get_args
 
@@ -22,14 +23,12 @@ from tests.adapter.helpers import (
     rollout_config,
     text_of,
 )
-from tests.threads import LIMIT_S, start
+from tests.threads import LIMIT_S, gate_steps, running, start, take_steps
 from tunix_sgljax import VersionedRolloutOutput, create_sgljax_rollout
 from tunix_sgljax.sampling import WeightUpdateMode
 
 PROMPTS = ref.make_prompts(VOCAB_SIZE, (3, 7, 5), seed=21)
 TEMPERATURE = 0.9
-# One token a dispatch, so that there is room for an update between tokens.
-ONE_BY_ONE = {"decode_steps": 1}
 
 
 def long_config(**changes):
@@ -53,11 +52,14 @@ def sample_across_an_update(rollout, other_model):
 
 def sample_across(rollout, make_params):
     """The same with any parameters, made when they are due."""
+    engine = gate_steps(rollout.engine)
     before = num_decoded(rollout)
     call = start(lambda: rollout.generate([text_of(ids) for ids in PROMPTS], long_config()))
-    while num_decoded(rollout) < before + 10 * len(PROMPTS):
-        assert not call.done()
-    rollout.update_params(make_params())
+    while num_decoded(rollout) < before + 3 * len(PROMPTS):
+        take_steps(engine)
+    assert not call.done()
+    with running() if rollout.weight_update_mode == "wait" else contextlib.nullcontext():
+        rollout.update_params(make_params())
     return call.result(LIMIT_S)
 
 
@@ -78,7 +80,7 @@ def test_versions_of_a_rollout_that_nothing_interrupts(make_rollout, other_model
 def test_each_token_has_the_log_prob_of_the_weights_that_sampled_it(
     make_rollout, model, other_model
 ):
-    rollout = make_rollout(**ONE_BY_ONE)
+    rollout = make_rollout()
     output = sample_across_an_update(rollout, other_model)
     trained = [
         ref.trainer_logps(policy, PROMPTS, output.tokens, temperature=TEMPERATURE)
@@ -95,21 +97,21 @@ def test_each_token_has_the_log_prob_of_the_weights_that_sampled_it(
 
 
 def test_waiting_updates_leave_completions_to_one_policy(make_rollout, other_model):
-    rollout = make_rollout(weight_update_mode="wait", **ONE_BY_ONE)
+    rollout = make_rollout(weight_update_mode="wait")
     output = sample_across_an_update(rollout, other_model)
     assert [set(row.tolist()) for row in output.weight_versions] == [{0}] * len(PROMPTS)
     assert rollout.weight_version == 1
 
 
 def test_in_place_updates_do_not_prefill_again(make_rollout, other_model):
-    rollout = make_rollout(weight_update_mode="in_place", **ONE_BY_ONE)
+    rollout = make_rollout(weight_update_mode="in_place")
     output = sample_across_an_update(rollout, other_model)
     assert [set(row.tolist()) for row in output.weight_versions] == [{0, 1}] * len(PROMPTS)
     assert rollout.engine.get_internal_state().counters.num_retractions == 0
 
 
 def test_aborting_updates_cut_completions_short(make_rollout, other_model):
-    rollout = make_rollout(weight_update_mode="abort", **ONE_BY_ONE)
+    rollout = make_rollout(weight_update_mode="abort")
     output = sample_across_an_update(rollout, other_model)
     assert all(10 <= len(row) < 96 for row in output.tokens)
     assert [set(row.tolist()) for row in output.weight_versions] == [{0}] * len(PROMPTS)
@@ -149,7 +151,8 @@ def test_kv_memory_is_given_back_between_steps(make_rollout):
 
 @pytest.mark.parametrize("whose", ["this rollout", "another user of the engine"])
 def test_kv_memory_stays_while_requests_run(make_rollout, whose):
-    rollout = make_rollout(release_kv_between_steps=True, **ONE_BY_ONE)
+    rollout = make_rollout(release_kv_between_steps=True)
+    engine = gate_steps(rollout.engine)
     ids = PROMPTS[0].tolist()
     params = SamplingParams(temperature=0, max_new_tokens=96)
     before = num_decoded(rollout)
@@ -158,9 +161,10 @@ def test_kv_memory_stays_while_requests_run(make_rollout, whose):
         if whose == "this rollout"
         else (lambda: rollout.engine.generate_requests([ids], params))
     )
-    while num_decoded(rollout) < before + 10:
-        assert not long.done()
+    while num_decoded(rollout) < before + 3:
+        take_steps(engine)
     rollout.generate(text_of(PROMPTS[1]), rollout_config(max_tokens_to_generate=1))
+    assert not long.done()
     assert rollout.engine.get_internal_state().is_kv_allocated
     long.result(LIMIT_S)
     assert rollout.engine.get_internal_state().is_kv_allocated == (whose != "this rollout")
@@ -205,13 +209,13 @@ def test_bad_options_are_refused(model, options, match):
     [
         pytest.param("retract", "merged", marks=pytest.mark.slow),
         ("in_place", "adapter"),
-        ("wait", "adapter"),
+        pytest.param("wait", "adapter", marks=pytest.mark.slow),
         pytest.param("abort", "merged", marks=pytest.mark.slow),
     ],
 )
 def test_lora_pairs_come_in_flight_as_weights_do(mode, lora):
     actor = lora_models.make(MODEL)
-    rollout = new_rollout(actor, weight_update_mode=mode, lora=lora, **ONE_BY_ONE)
+    rollout = new_rollout(actor, weight_update_mode=mode, lora=lora)
     rollout.engine  # noqa: B018  built, so that updates count
     rollout.update_params(lora_models.draw(actor, 1))  # the first one compiles
     params = lora_models.draw(actor, 2)

@@ -30,15 +30,15 @@ PROMPTS = ref.make_prompts(90, (7, 7, 7), seed=3)
 TOLERANCE = 1e-4
 
 FAST = ("gqa2_tied", "all", "merged")
-"""The others are of the slow tier."""
+SLOW = (("gemma2", "all", "adapter"), ("gemma4_shared_keys", "all", "merged"))
+"""The others are of the soak."""
 CASES = (
     FAST,
+    *SLOW,
     ("gqa4_untied", "mlp", "adapter"),
     ("llama3_untied", "two", "merged"),
     ("gemma_mha", "two", "adapter"),
-    ("gemma2", "all", "adapter"),
     ("gemma3", "mlp", "merged"),
-    ("gemma4_shared_keys", "all", "merged"),
     ("gemma4_keys_as_values", "all", "adapter"),
 )
 """Each model once; each rule in each mode. Pairs of "all" are such as only Gemma 4 has."""
@@ -46,8 +46,8 @@ CASES = (
 
 def cases():
     for case in CASES:
-        marks = () if case == FAST else (pytest.mark.slow,)
-        yield pytest.param(case, id="-".join(case), marks=marks)
+        later = pytest.mark.slow if case in SLOW else pytest.mark.soak
+        yield pytest.param(case, id="-".join(case), marks=() if case == FAST else later)
     name, rules = lora_models.WITH_EXPERTS
     yield pytest.param((name, rules, "adapter"), id=f"{name}-adapter", marks=pytest.mark.slow)
 
@@ -57,7 +57,7 @@ def case(request):
     """A LoRA model and its rollout."""
     name, rules, mode = request.param
     model = lora_models.make(name, rules)
-    rollout = new_rollout(model, rollout_config=config(), max_model_len=64, lora=mode)
+    rollout = new_rollout(model, rollout_config=config(), lora=mode)
     yield types.SimpleNamespace(model=model, rollout=rollout)
     rollout.close()
 

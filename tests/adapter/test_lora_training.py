@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-import qwix
 from flax import nnx
 from tunix.rl.grpo.grpo_learner import GRPOLearner
 from tunix.rl.rl_cluster import RLCluster
@@ -36,11 +35,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def lora_parts(**changes):
     """The parts of a GRPO program whose actor is a LoRA model over the reference's weights."""
     made = parts.make_parts(**changes)
-    provider = qwix.LoraProvider(module_path=".*(attn|mlp).*", rank=4, alpha=8.0)
-    base = made.arguments["reference"]
-    inputs = base.get_model_input()
-    actor = qwix.apply_lora_to_model(base, provider, **inputs, rngs=nnx.Rngs(0))
-    made.arguments["actor"] = actor
+    rule = {"module_path": ".*(attn|mlp).*", "rank": 4, "alpha": 8.0}
+    made.arguments["actor"] = lora_models.add_pairs(made.arguments["reference"], [rule])
     return made
 
 
@@ -57,8 +53,13 @@ def check_follows(cluster):
         assert (max_difference(got, logps) < 1e-4) == is_near
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("offloads", "mode"), [(False, "adapter"), (True, "merged")])
+@pytest.mark.parametrize(
+    ("offloads", "mode"),
+    [
+        pytest.param(False, "adapter", marks=pytest.mark.soak),
+        pytest.param(True, "merged", marks=pytest.mark.slow),
+    ],
+)
 def test_a_grpo_run(offloads, mode):
     engine = functools.partial(ENGINE, lora=mode)
     made = lora_parts(rollout_engine=engine, offload_to_cpu=offloads)
@@ -138,13 +139,8 @@ def test_without_a_reference_and_adapters_an_error_says_so():
     cluster.rollout.close()
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        pytest.param("adapter", marks=pytest.mark.slow),
-        pytest.param("merged", marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("mode", ["adapter", "merged"])
 def test_on_several_devices(mode):
     """Trainer and rollout on two meshes of two devices, and on one of four."""
     done = run_python("-W", "ignore", "-c", MESHES, mode, num_devices=4)

@@ -309,6 +309,7 @@ def test_the_users_mapping_wins_over_the_models(make_rollout, model, expected):
     assert tokens_of(rollout, PROMPTS) == expected
 
 
+@pytest.mark.slow
 def test_a_model_without_a_mapping_gets_ours(make_rollout, untied):
     expected = tokens_of(make_rollout(untied), PROMPTS)
     actor = nnx.clone(untied)

@@ -24,10 +24,10 @@ from sgljax_engine import (
     WeightSyncError,
 )
 from sgljax_engine.models.registry import get_model
-from sgljax_engine.weights.apply import apply
 from sgljax_engine.weights.forms import Form
-from sgljax_engine.weights.plan import plan_sync
+from sgljax_engine.weights.plan import SyncPlan, plan_sync
 from sgljax_engine.weights.specs import TargetSpec, source_spec
+from sgljax_engine.weights.transform import to_logical
 from tunix_sgljax import mappings, model_config
 from tunix_sgljax.maxtext import SglJaxMaxTextRollout
 from tunix_sgljax.maxtext.model_config import to_model_config
@@ -63,24 +63,44 @@ def targets(model) -> dict[str, TargetSpec]:
     }
 
 
-def sync(name: str, source: dict[str, np.ndarray], **changes: Any) -> dict[str, np.ndarray]:
+def plan_of(name: str, source: dict[str, np.ndarray], **changes: Any) -> SyncPlan:
     config = config_of(name, **changes)
     model = to_model_config(config, context_length=64)
-    plan = plan_sync(source_spec(source), to_rules(config), targets(model))
-    return {key: np.asarray(x) for key, x in apply(plan, source).items()}
+    return plan_sync(source_spec(source), to_rules(config), targets(model))
+
+
+class Weights(dict[str, np.ndarray]):
+    """The engine's weights, each made when it is asked for: all take seconds to compile."""
+
+    def __init__(self, plan: SyncPlan, source: dict[str, np.ndarray]) -> None:
+        self._plan = plan
+        self._steps = {
+            step.target: (step, arrays)
+            for step, arrays in zip(plan.steps, plan.arrays(source), strict=True)
+        }
+
+    def __missing__(self, name: str) -> np.ndarray:
+        step, arrays = self._steps[name]
+        self[name] = np.asarray(to_logical(arrays, step, self._plan.targets[name]))
+        return self[name]
 
 
 @functools.cache
-def synced(name: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """MaxText's parameters, and the engine's made of them; compiled once. Not to be changed."""
+def synced(name: str) -> tuple[dict[str, np.ndarray], Weights]:
+    """MaxText's parameters, and the engine's made of them. Not to be changed."""
     source = parameters(name)
-    return source, sync(name, source)
+    return source, Weights(plan_of(name, source), source)
 
 
 @CASES
 def test_every_parameter_has_its_place(name):
     """All of MaxText's are used and all of the engine's made, with the right shapes."""
-    source, made = synced(name)
+    source = parameters(name)
+    plan = plan_of(name, source)
+    made, _ = jax.eval_shape(plan.program.at_target, plan.arrays(source))
+    assert {key: x.shape for key, x in made.items()} == {
+        key: target.shape for key, target in plan.targets.items()
+    }
     extra = "lm_head.weight" in made and name.endswith("-tied")
     assert sum(x.size for x in made.values()) == sum(x.size for x in source.values()) + (
         made["lm_head.weight"].size if extra else 0
@@ -173,6 +193,7 @@ def test_gated_delta_nets_in_cycles(name, layer, module, index):
     np.testing.assert_array_equal(made[f"{ours}linear_attn.conv1d.weight"], convolution[:, 0].T)
 
 
+@pytest.mark.slow
 def test_layers_may_be_stacked_first():
     name = "gemma4-31b-scanned-tied"
     source = parameters(name)
@@ -183,21 +204,21 @@ def test_layers_may_be_stacked_first():
     for key, x in source.items():
         if "global_layer" in key or "layers_remainder" in key:
             moved[key] = np.moveaxis(x, 1, 0)
-    wanted, found = sync(name, source), sync(name, moved, param_scan_axis=0)
-    for key, x in wanted.items():
-        np.testing.assert_array_equal(found[key], x)
+    plan = plan_of(name, moved, param_scan_axis=0)
+    wanted, found = Weights(plan_of(name, source), source), Weights(plan, moved)
+    for key in plan.targets:
+        np.testing.assert_array_equal(found[key], wanted[key])
 
 
 def test_a_tied_head_is_rounded_as_maxtext_does():
     name = "qwen3-0.6b-scanned-tied"
-    source = parameters(name)
+    source, made = synced(name)
     table = source["base.token_embedder.embedding"]
-    made = sync(name, source)
     np.testing.assert_array_equal(made["model.embed_tokens.weight"], table)
     rounded = table.astype(jnp.bfloat16).astype(np.float32)
     np.testing.assert_array_equal(made["lm_head.weight"], rounded)
     for field in ("dtype", "weight_dtype"):
-        assert "lm_head.weight" not in sync(name, source, **{field: "bfloat16"})
+        assert "lm_head.weight" not in plan_of(name, source, **{field: "bfloat16"}).targets
 
 
 def test_rounding_survives_compilation():
@@ -369,7 +390,7 @@ class TestRefused:
         del source["base.decoder.layers_1.mlp.wo.kernel"]
         source["base.decoder.layers_1.mlp.wo.bias"] = np.zeros(64, np.float32)
         with pytest.raises(WeightSyncError) as caught:
-            sync("qwen3-0.6b-flat-head", source)
+            plan_of("qwen3-0.6b-flat-head", source)
         assert "'base.decoder.layers_1.mlp.wo.bias' [64] is mapped by no rule" in str(caught.value)
         assert "'model.layers.1.mlp.down_proj.weight' [96, 64] is missing" in str(caught.value)
 

@@ -206,9 +206,9 @@ print("meshes ok")
     "script",
     [
         pytest.param(GRPO, id="grpo", marks=pytest.mark.slow),
-        pytest.param(DISJOINT, id="disjoint", marks=pytest.mark.slow),
+        pytest.param(DISJOINT, id="disjoint", marks=pytest.mark.soak),
         pytest.param(WEIGHTS, id="weights", marks=pytest.mark.slow),
-        pytest.param(KV_COPIES, id="kv_copies", marks=pytest.mark.slow),
+        pytest.param(KV_COPIES, id="kv_copies", marks=pytest.mark.soak),
     ],
 )
 def test_four_devices(script):

@@ -46,11 +46,26 @@ def report_of(rollout, model, prompts=PROMPTS, batch_size=None, **changes):
     )
 
 
+@pytest.fixture(scope="module")
+def shared(model):
+    """A rollout with bad token ids, so that no pad id is sampled."""
+    made = new_rollout(model, sampling_params={"bad_token_ids": [ref.PAD_ID]})
+    yield made
+    made.close()
+
+
 @pytest.fixture
-def spoilt(make_rollout):
-    """A rollout of its own, with bad token ids so that no pad id is sampled, and its runner."""
-    rollout = make_rollout(decode_steps=1, sampling_params={"bad_token_ids": [ref.PAD_ID]})
-    return rollout, inside.runner(rollout.engine)
+def sound(shared):
+    """The same with nothing in its cache; what a test breaks in it, it mends."""
+    shared.engine.flush_cache()
+    yield shared
+    shared.engine.check_integrity()
+
+
+@pytest.fixture
+def runner(sound):
+    """The runner of that rollout, for `monkeypatch` to break."""
+    return inside.runner(sound.engine)
 
 
 def request_of(requests):
@@ -71,15 +86,13 @@ def corrupted(kv, page):
 @pytest.mark.parametrize(
     "sampling",
     [
-        {},
-        {"temperature": 0.0},
-        {"temperature": 1.0, "top_k": 9, "top_p": 0.9},
+        pytest.param({}, id="sampled"),
+        pytest.param({"temperature": 0.0}, id="greedy", marks=pytest.mark.slow),
+        pytest.param({"temperature": 1.0, "top_k": 9, "top_p": 0.9}, id="filtered"),
     ],
-    ids=["sampled", "greedy", "filtered"],
 )
-def test_a_sound_rollout_is_within_the_tolerance(make_rollout, model, sampling):
-    rollout = make_rollout(sampling_params={"bad_token_ids": [ref.PAD_ID]})
-    report = report_of(rollout, model, **sampling)
+def test_a_sound_rollout_is_within_the_tolerance(sound, model, sampling):
+    report = report_of(sound, model, **sampling)
     assert report.is_within()
     assert report.rows_off() == {}
     assert report.overall.num_tokens == len(PROMPTS) * NUM_TOKENS
@@ -111,7 +124,7 @@ def test_bfloat16():
     assert not report.is_within(1e-4)
 
 
-@pytest.mark.parametrize("batch_size", [None, 2])
+@pytest.mark.parametrize("batch_size", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_rollout_that_matches_differs_by_nothing(make_rollout, model, other_model, batch_size):
     rollout = make_rollout(
         logprobs_mode="trainer_match", match_batch_size=batch_size, config={"temperature": 0.9}
@@ -124,16 +137,16 @@ def test_a_rollout_that_matches_differs_by_nothing(make_rollout, model, other_mo
 
 @ref.deprecations_ignored()
 def test_the_training_config_is_the_default(make_rollout, model):
-    rollout = make_rollout(config={"max_tokens_to_generate": 3})
-    report = mismatch_report(rollout, model, [text_of(PROMPTS[0])])
-    assert report.tokens.shape == (1, 3)
+    rollout = make_rollout(config={"max_tokens_to_generate": NUM_TOKENS, "temperature": 0.9})
+    report = mismatch_report(rollout, model, [text_of(ids) for ids in PROMPTS])
+    assert report.tokens.shape == (len(PROMPTS), NUM_TOKENS)
+    assert report.temperature == 0.9
 
 
 # ------------------------------------------------------------------ planted faults
 
 
-def test_a_corrupt_page_between_prefill_and_decode_is_found(spoilt, model):
-    rollout, runner = spoilt
+def test_a_corrupt_page_between_prefill_and_decode_is_found(sound, runner, model, monkeypatch):
     prefill, kv_memory = runner.prefill, runner.kv_memory
 
     def faulty(chunks, windows):
@@ -142,41 +155,42 @@ def test_a_corrupt_page_between_prefill_and_decode_is_found(spoilt, model):
             if request_of([chunk.request]) and chunk.start == 0:
                 kv_memory.kv = corrupted(kv_memory.kv, chunk.pages[1])
 
-    runner.prefill = faulty
-    report = report_of(rollout, model)
+    monkeypatch.setattr(runner, "prefill", faulty)
+    report = report_of(sound, model)
     assert report.rows_off() == {ROW: 0}
     assert report.worst.row == ROW
 
 
-@pytest.mark.parametrize("position", [1, 10])
-def test_a_page_that_goes_bad_later_is_found_there(spoilt, model, position):
-    rollout, runner = spoilt
-    decode, kv_memory = runner.decode, runner.kv_memory
+@pytest.mark.parametrize("earliest", [1, 10])
+def test_a_page_that_goes_bad_later_is_found_there(sound, runner, model, earliest, monkeypatch):
+    """In front of the first dispatch that begins behind so many tokens."""
+    decode, kv_memory, positions = runner.decode, runner.kv_memory, []
 
     def faulty(output):
         request = request_of(output.decode)
-        if request and len(request.output_ids) == position:
+        if request and len(request.output_ids) >= earliest and not positions:
+            positions.append(len(request.output_ids))
             kv_memory.kv = corrupted(kv_memory.kv, request.pages[0])
         return decode(output)
 
-    runner.decode = faulty
-    report = report_of(rollout, model)
+    monkeypatch.setattr(runner, "decode", faulty)
+    report = report_of(sound, model)
+    (position,) = positions
     assert report.rows_off() == {ROW: position}
     assert (report.difference[ROW, :position] < 1e-4).all()
 
 
-def test_a_corrupt_norm_scale_is_found_everywhere(spoilt, model):
-    rollout, runner = spoilt
+def test_a_corrupt_norm_scale_is_found_everywhere(sound, runner, model, monkeypatch):
     name = "model.layers.1.input_layernorm.weight"
-    runner.weights = {**runner.weights, name: runner.weights[name].at[7].multiply(1.1)}
-    report = report_of(rollout, model)
+    corrupt = {name: runner.weights[name].at[7].multiply(1.1)}
+    monkeypatch.setattr(runner, "weights", {**runner.weights, **corrupt})
+    report = report_of(sound, model)
     assert set(report.rows_off()) == set(range(len(PROMPTS)))
     assert max(report.rows_off().values()) <= 1
     assert report.overall.k3 > 0
 
 
-def test_one_token_at_a_wrong_position_is_found(spoilt, model, monkeypatch):
-    rollout, _ = spoilt
+def test_one_token_at_a_wrong_position_is_found(sound, model, monkeypatch):
     make = runner_module.build_prefill_batches
     at, size = 6, ENGINE_OPTIONS["page_size"]
 
@@ -194,18 +208,19 @@ def test_one_token_at_a_wrong_position_is_found(spoilt, model, monkeypatch):
         ]
 
     monkeypatch.setattr(runner_module, "build_prefill_batches", faulty)
-    report = report_of(rollout, model)
+    report = report_of(sound, model)
     assert report.rows_off() == {ROW: 0}
 
 
-def test_a_missed_update_is_found(make_rollout, other_model):
-    report = report_of(make_rollout(), other_model)
+def test_a_missed_update_is_found(sound, other_model):
+    report = report_of(sound, other_model)
     assert report.rows_off() == dict.fromkeys(range(len(PROMPTS)), 0)
     assert not report.is_within()
     assert "BEYOND" in str(report)
     assert report.padding is None
 
 
+@pytest.mark.slow
 def test_padding_that_enters_the_trainers_result_is_told():
     """The sliding window of Tunix's Gemma 2 counts padding."""
     model = tunix_families.make("gemma2")
@@ -321,7 +336,11 @@ def test_what_no_trainer_computes_is_refused(make_rollout, model, mode, extra, s
 
 @pytest.mark.parametrize(
     ("mode", "temperature"),
-    [("raw_logprobs", 1.0), ("raw_logprobs", 0.0), ("processed_logprobs", 0.7)],
+    [
+        ("raw_logprobs", 1.0),
+        pytest.param("raw_logprobs", 0.0, marks=pytest.mark.slow),
+        pytest.param("processed_logprobs", 0.7, marks=pytest.mark.slow),
+    ],
 )
 def test_what_is_the_same_is_compared(make_rollout, model, mode, temperature):
     rollout = make_rollout(logprobs_mode=mode)

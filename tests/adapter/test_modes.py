@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -17,12 +18,12 @@ from tunix_sgljax import RLCluster, SglJaxRollout, create_sgljax_rollout
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
 
-LONG = {"max_tokens_to_generate": 100, "kv_cache_size": 256}
+LONG = {"max_tokens_to_generate": 100, "kv_cache_size": 128}
 
 
 def make_cluster(kind: str, configs: Any) -> Any:
     """A cluster of Tunix's or of ours, which makes the rollout or is given one."""
-    engine = "vanilla" if kind == "worker" else SglJaxRollout
+    engine = "vanilla" if kind == "worker" else functools.partial(SglJaxRollout, **ENGINE_OPTIONS)
     parts = make_parts(rollout_config=configs, rollout_engine=engine)
     if kind == "tunix":
         return TunixRLCluster(**parts.arguments)
@@ -45,7 +46,7 @@ def test_an_evaluation_longer_than_training(kind):
         for mode, length in ((Mode.TRAIN, 16), (Mode.EVAL, 100)):
             output = cluster.generate(PROMPTS[:2], mode=mode)
             assert [len(row) for row in output.tokens] == [length] * 2
-        assert cluster.rollout.engine.max_model_len == 256
+        assert cluster.rollout.engine.max_model_len == 128
     finally:
         cluster.rollout.close()
 

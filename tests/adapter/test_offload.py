@@ -234,7 +234,7 @@ def test_signs_updates_and_calls_of_many_threads(make_rollout, model, base, expe
 
 
 def test_it_stays_awake_under_a_call(make_rollout, base, other_model):
-    rollout = make_rollout(decode_steps=1)
+    rollout = make_rollout()
     generate(rollout)
     gate_steps(rollout.engine)
     long = start(lambda: tokens_of(rollout, PROMPTS[:1], max_tokens_to_generate=96))
@@ -318,7 +318,7 @@ def test_it_sleeps_after_a_call_that_failed(make_rollout, base, expected):
 
 
 def test_a_call_that_fails_beside_another_leaves_that_one_alone(make_rollout):
-    rollout = make_rollout(decode_steps=1)
+    rollout = make_rollout()
     rollout.update_params(EMPTY)
     gate_steps(rollout.engine)
     long = start(lambda: tokens_of(rollout, PROMPTS[:1], max_tokens_to_generate=96))
@@ -437,7 +437,7 @@ def test_an_update_of_what_its_owner_put_to_sleep_wakes_the_weights_alone(
 
 def test_requests_of_other_users_wait_for_the_next_call(make_rollout, expected):
     """They lose no token, and do not keep the memory from the trainer."""
-    rollout = make_rollout(decode_steps=1)
+    rollout = make_rollout()
     generate(rollout)
     rollout.engine.wake_up()
     params = SamplingParams(temperature=0, max_new_tokens=96)

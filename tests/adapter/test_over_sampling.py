@@ -33,7 +33,6 @@ from tunix_sgljax.long_tail.feed import ROW, PromptFeed
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
 
 NUM_PROMPTS = 12
-ENGINE = {**ENGINE_OPTIONS, "decode_steps": 4}
 
 
 class TestFeed:
@@ -142,7 +141,7 @@ class Run:
         self.policies: dict[int, Any] = {}
         training = {
             "rollout_config": rollout_config(max_tokens_to_generate=24, max_prompt_length=16),
-            "rollout_engine": functools.partial(SglJaxRollout, **ENGINE, **(options or {})),
+            "rollout_engine": functools.partial(SglJaxRollout, **ENGINE_OPTIONS, **(options or {})),
         }
         parts = make_parts(max_steps=100, **(training | changes))
         self.cluster: Any = TunixRLCluster(**parts.arguments)
@@ -270,6 +269,7 @@ def test_aborted_groups_are_asked_again_and_on_policy():
     assert sum(run.metrics["over_sampling/dropped_groups"]) == 0
 
 
+@pytest.mark.slow
 def test_groups_with_known_rewards_end_early_without_advantage():
     def known_rewards(prompts, completions, finished, **_):
         """Every second prompt is decided after a few tokens."""
@@ -301,6 +301,7 @@ def test_known_rewards_that_are_too_few_are_an_error():
         run.train()
 
 
+@pytest.mark.slow
 def test_without_more_groups_it_is_tunix_learner():
     run = Run(OverSampling(factor=1.0, unfinished="drop")).train()
     assert [str(prompt) for prompt in run.rewarded] == [
@@ -309,7 +310,7 @@ def test_without_more_groups_it_is_tunix_learner():
     assert check_ages(run, max_age=0) == (0, False)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_micro_batches_and_evaluation_between_carried_groups():
     """Tunix's calls are smaller than a step, and an evaluation comes before each update."""
     run = Run(OverSampling(factor=2.0, max_age=2))

@@ -27,6 +27,14 @@ from tunix_sgljax.long_tail.agentic import PromptGate
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
 
 
+@pytest.fixture(scope="module")
+def untrained():
+    """A cluster for learners that are never made."""
+    cluster = make_cluster(num_steps=1)
+    yield cluster
+    cluster.rollout.close()
+
+
 def make_learner(cluster, over_sampling=None, *, config=None, **options):
     fields: dict[str, Any] = {
         "num_generations": GROUP,
@@ -68,8 +76,13 @@ class TestGate:
         assert call.result(LIMIT_S) is None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("factor", "max_age"), [(1.5, 1), (2.0, 2)])
+@pytest.mark.parametrize(
+    ("factor", "max_age"),
+    [
+        pytest.param(1.5, 1, marks=pytest.mark.slow),
+        pytest.param(2.0, 2, marks=pytest.mark.soak),
+    ],
+)
 def test_every_group_is_trained_once_and_ages_are_bounded(factor, max_age):
     num_steps = 5
     cluster = make_cluster(num_steps=100)
@@ -113,13 +126,9 @@ def test_it_stops_at_the_last_step():
         ({}, {"config": {"off_policy_steps": 0}}, "off_policy_steps >= 1, got 0"),
     ],
 )
-def test_what_tunix_makes_impossible_is_refused_by_name(over_sampling, changes, message):
-    cluster = make_cluster(num_steps=1)
-    try:
-        with pytest.raises(InvalidConfigError, match=message):
-            make_learner(cluster, OverSampling(**over_sampling), **changes)
-    finally:
-        cluster.rollout.close()
+def test_what_tunix_makes_impossible_is_refused_by_name(untrained, over_sampling, changes, message):
+    with pytest.raises(InvalidConfigError, match=message):
+        make_learner(untrained, OverSampling(**over_sampling), **changes)
 
 
 def test_examples_that_are_made_too_early_are_refused():

@@ -8,9 +8,8 @@ import pytest
 
 from tests.adapter.two_processes import processes
 
-pytestmark = pytest.mark.slow
 
-
+@pytest.mark.soak
 def test_grpo_with_prompts_of_its_own_in_each_process():
     with processes("train") as both:
         before = [json.loads(each.read("before")) for each in both]
@@ -22,6 +21,7 @@ def test_grpo_with_prompts_of_its_own_in_each_process():
     assert all(after[0][name] != checksum for name, checksum in before[0].items())
 
 
+@pytest.mark.slow
 def test_gathered_arrays_keep_what_lies_within_a_process():
     with processes("gather") as both:
         for each in both:

@@ -83,6 +83,7 @@ def check_steps(scalars, counters, *, names=ALWAYS):
     )
 
 
+@pytest.mark.slow
 def test_grpo(tmp_path):
     """With a pause in each step; prompts are shared by groups, so three of four are cache hits."""
     parts = make_parts(rollout_engine=ENGINE)
@@ -110,7 +111,7 @@ def test_grpo(tmp_path):
     assert "actor/train/loss" in scalars
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:scatter inputs:FutureWarning")  # of Tunix's trainer
 def test_ppo(tmp_path):
     model = ref.make_tunix_qwen3(MODEL | {"use_tied_embedding": False})
@@ -138,7 +139,7 @@ def test_ppo(tmp_path):
     assert {"critic/train/loss", "actor/train/loss"} <= set(scalars)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_agentic(tmp_path):
     """Through our learner, whose episodes are in flight at each sync."""
     options = MetricsLoggerOptions(log_dir=str(tmp_path), flush_every_n_steps=1)

@@ -42,6 +42,7 @@ def experts_of(rollout, config) -> Any:
     return output.routed_experts
 
 
+@pytest.mark.slow
 def test_a_config_that_asks_for_experts():
     with rollout_of(return_routed_experts=True) as rollout:
         asked = experts_of(rollout, later(return_routed_experts=True))
@@ -53,6 +54,7 @@ def test_a_config_that_asks_for_experts():
             np.testing.assert_array_equal(row, same)
 
 
+@pytest.mark.slow
 def test_the_training_config_decides():
     with rollout_of() as rollout:
         assert experts_of(rollout, later()) is None

@@ -19,6 +19,7 @@ def import_experimental(*statements):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(HAS_EXPERIMENTAL, reason="this Tunix has tunix.experimental")
 def test_an_old_tunix_is_named():
     done = import_experimental()
@@ -30,12 +31,14 @@ def test_an_old_tunix_is_named():
     assert f"google-tunix {version} is installed" in last
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_EXPERIMENTAL, reason="there is no tunix.experimental")
 def test_a_new_tunix_will_do():
     done = import_experimental("assert all(getattr(e, name) for name in e.__all__)")
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_package_does_not_import_it():
     code = (
         "import sys, tunix_sgljax; tunix_sgljax.SglJaxRollout, tunix_sgljax.AgenticGrpoLearner; "

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.hardware import gpu, gpu_ladder, gpu_profile
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
 def test_every_section_runs(tmp_path, capsys):
     output = tmp_path / "gpu.md"
@@ -79,7 +79,7 @@ def test_it_is_refused_without_a_gpu(capsys):
     assert "this needs a GPU, and JAX's default device is a cpu" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
 def test_a_decode_step_is_profiled():
     found = gpu_profile.measure(gpu.EngineSizes.smoke(), rows=4, linear_backend="xla")

@@ -18,7 +18,7 @@ def test_made_up_answers_are_right_as_often_as_they_should_be(share):
     assert np.mean(made_up == answer) == pytest.approx(share / 100, abs=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_all_cases():
     results = speculation.measure_rows(TINY, 2, NUM_TOKENS, 1)
     assert len(results) == len(SHARES) + 2

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import qwix
 from flax import nnx
 from tunix.sft.checkpoint_manager import CheckpointManager
 
@@ -34,11 +33,7 @@ ADAPTERS = {"qwen3_gqa_tied": "two", "gemma2_window": "all"}
 @ref.deprecations_ignored()
 def make(name: str, rules: str = "all", seed: int = 1) -> Any:
     """The model of a golden folder with pairs that change what it computes."""
-    base: Any = load_into_tunix(name)
-    provider = qwix.LoraProvider([qwix.LoraRule(**rule) for rule in RULES[rules]])
-    model: Any = qwix.apply_lora_to_model(
-        base, provider, **base.get_model_input(), rngs=nnx.Rngs(0)
-    )
+    model: Any = lora_models.add_pairs(load_into_tunix(name), RULES[rules])
     lora_models.draw(model, seed)
     return model
 
@@ -56,5 +51,6 @@ def logits(model: Any, prompt: np.ndarray) -> np.ndarray:
     """What Tunix's model computes of a prompt without a cache: float32 [L, V]."""
     length = len(prompt)
     mask = jnp.tril(jnp.ones((1, length, length), jnp.bool))
-    found, _ = model(jnp.asarray(prompt)[None], jnp.arange(length)[None], None, mask)
+    run = nnx.jit(lambda model, *inputs: model(*inputs)[0])
+    found = run(model, jnp.asarray(prompt)[None], jnp.arange(length)[None], None, mask)
     return np.asarray(found[0], np.float32)

@@ -132,7 +132,8 @@ def test_models_by_name(name, architecture, head_dim):
 
 
 def report_of(**changes) -> AotReport:
-    config = EngineConfig.from_options({"num_kv_tokens": 2048, "max_model_len": 1024})
+    options = {"num_kv_tokens": 2048, "max_model_len": 1024}  # no engine
+    config = EngineConfig.from_options(options)
     preview = preview_engine(TWO_LAYERS, config=config)
     memory = ProgramMemory(
         argument_bytes=30_000_000,

@@ -11,28 +11,26 @@ from typing import Any
 import pytest
 
 from sgljax_engine import Engine, InvalidRequestError, SamplingParams
+from tests.cli import engine_words
 from tests.engine.small_tokenizers import GOLDEN
-from tunix_sgljax.cli.engine_options import parse_value
+from tests.geometry import SMALL
 from tunix_sgljax.cli.main import main
 from tunix_sgljax.cli.prompts import read_prompts
 
 MODEL = GOLDEN / "qwen3_gqa_tied"
-OPTIONS = ["max_running_requests=4", "decode_steps=4", "token_buckets=[64]"]
-OPTIONS += ["chunked_prefill_size=64", "batch_buckets=[4]", "max_model_len=128"]
 GREEDY = ["--temperature", "0", "--max-new-tokens", "6"]
-ENGINE = [word for option in OPTIONS for word in ("--engine", option)]
 
 
 def generate(*argv: Any) -> int:
-    return main(["generate", "--model", str(MODEL), *ENGINE, *map(str, argv)])
+    engine = engine_words.words(max_model_len=128)
+    return main(["generate", "--model", str(MODEL), *engine, *map(str, argv)])
 
 
 @pytest.fixture(scope="module")
 def expected():
     """Greedy outputs of the engine itself, by prompt."""
-    options = {key: parse_value(value) for key, _, value in (o.partition("=") for o in OPTIONS)}
     prompts = ["the quick", "over the lazy dog"]
-    with Engine(MODEL, **options) as engine:
+    with Engine(MODEL, max_model_len=128, **SMALL) as engine:
         params = SamplingParams(temperature=0, max_new_tokens=6)
         outputs = engine.generate(prompts, params, return_logprob=True)
         ids = engine.apply_chat_template([{"role": "user", "content": prompts[0]}])

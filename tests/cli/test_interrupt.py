@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli import engine_words
 from tests.compilation import CACHE
 from tests.engine.small_tokenizers import GOLDEN
 from tests.threads import LIMIT_S
@@ -18,13 +19,6 @@ from tests.threads import LIMIT_S
 QUICK_COMPILE = "how interrupted commands end"
 
 ROOT = Path(__file__).parents[2]
-OPTIONS = [
-    f"compilation_cache_dir={CACHE}",
-    "decode_steps=1",
-    "stream_interval=1",
-    "token_buckets=[64]",
-    "chunked_prefill_size=64",
-]
 
 
 @pytest.fixture
@@ -33,7 +27,7 @@ def start():
     started: list[subprocess.Popen] = []
 
     def begin(moment, *argv):
-        words = [word for option in OPTIONS for word in ("--engine", option)]
+        words = engine_words.words(compilation_cache_dir=str(CACHE), stream_interval=1)
         command = [sys.executable, "-m", "tests.cli.held_main", moment, "generate", *words]
         command += ["--model", str(GOLDEN / "qwen3_gqa_tied"), "--ignore-eos", *argv]
         process = subprocess.Popen(
@@ -89,6 +83,7 @@ def test_while_compiling(start, tmp_path):
         assert row["completion_tokens"] == len(row["output_ids"]) < 100
 
 
+@pytest.mark.slow
 def test_while_decoding(start):
     process = start("decoding", "the quick")
     wait_for(process, "loaded", "held")
@@ -100,6 +95,7 @@ def test_while_decoding(start):
     assert "1 cut short" in err
 
 
+@pytest.mark.slow
 def test_a_second_one_ends_at_once(start):
     process = start("compiling-for-good", "the quick")
     wait_for(process, "loaded", "held")

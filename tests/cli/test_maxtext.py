@@ -87,7 +87,8 @@ def maxtext(tmp_path, monkeypatch):
 def run(config, *overrides):
     """Runs the trainer; returns the lines that a user reads."""
     lines = []
-    trainer.run_rl(config, overrides, Rollout, {"page_size": 8}, lines.append)
+    options = {"page_size": 8}  # no engine
+    trainer.run_rl(config, overrides, Rollout, options, lines.append)
     return lines
 
 
@@ -130,7 +131,7 @@ def test_the_command_says_how_to_install_what_is_missing(monkeypatch, capsys):
 
 def test_options_of_ours_are_taken_out():
     words = ["rl.yml", "run_name=x", "sgljax_config.page_size=32", "sgljax_config.a.b=c"]
-    options = {"page_size": 32, "a": {"b": "c"}}
+    options = {"page_size": 32, "a": {"b": "c"}}  # no engine
     assert command.split_words(words) == ("rl.yml", ["run_name=x"], options)
 
 
@@ -239,7 +240,7 @@ def test_with_vllm_one_name_is_replaced_and_set_back(maxtext, fails):
     ((argv, used),) = module.ran
     assert argv[:1] + argv[2:] == ["", "fail=True" if fails else "run_name=x"]
     assert used.func is Rollout
-    assert used.keywords == {"page_size": 8}
+    assert used.keywords == {"page_size": 8}  # no engine
     assert module.MaxTextVllmRollout is own
     assert sys.modules[f"{RL}.train_rl"] is module
 

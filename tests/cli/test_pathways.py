@@ -56,6 +56,7 @@ def run(tmp_path):
     return run_command
 
 
+@pytest.mark.slow
 def test_doctor_explains_the_set_up(run):
     result = run("doctor", "--model", MODEL)
     assert result.returncode == 0, result.stdout + result.stderr

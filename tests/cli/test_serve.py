@@ -11,6 +11,7 @@ import sys
 import httpx
 import pytest
 
+from tests.cli import engine_words
 from tests.engine.small_tokenizers import GOLDEN
 from tests.threads import LIMIT_S
 from tunix_sgljax.cli.main import main
@@ -18,15 +19,15 @@ from tunix_sgljax.cli.main import main
 QUICK_COMPILE = "how a server starts and ends"
 
 MODEL = GOLDEN / "qwen3_gqa_tied"
-ENGINE = [w for o in ("page_size=4", "batch_buckets=[4]", "max_running_requests=4")
-          for w in ("--engine", o)]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
 def test_from_start_to_end(tmp_path, end):
     (tmp_path / "key").write_text("data\n")
     command = [sys.executable, "-m", "tunix_sgljax.cli.main", "serve", "--model", str(MODEL)]
-    command += ["--port", "0", "--api-key-file", str(tmp_path / "key"), *ENGINE]
+    command += ["--port", "0", "--api-key-file", str(tmp_path / "key")]
+    command += engine_words.words(max_model_len=128)
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

@@ -210,7 +210,7 @@ def test_help_behind_the_pipeline_is_the_commands(capsys):
         ({"page_sise": 8}, "'page_sise'.*page_size"),
         ({"weigth_update_mode": "wait"}, "takes no 'weigth_update_mode'; did you mean 'weight_up"),
         ({"mesh": "(2,4)"}, "takes no 'mesh'; the pipeline decides it"),
-        ({"page_size": 0}, "sgljax_config: page_size must be"),
+        ({"page_size": 0}, "sgljax_config: page_size must be"),  # no engine
         ({"weight_update_mode": "soon"}, "sgljax_config: weight_update_mode must be one of"),
         ({"sampling_params": {"min_p": 2}}, "sgljax_config: min_p must be"),
         ({"sampling_params": {"temperature": 1}}, "sgljax_config: .*RolloutConfig decides it"),
@@ -255,7 +255,7 @@ def test_options_reach_the_rollout():
     )
     cluster = pipeline.create_cluster_config(role_to_mesh=pipeline.create_role_to_mesh())
     assert cluster.rollout_engine.func is SglJaxRollout
-    assert cluster.rollout_engine.keywords == {
+    assert cluster.rollout_engine.keywords == {  # no engine
         "max_running_requests": 3,
         "batch_buckets": [1, 3],
         "sampling_params": {"stop": ["</answer>"]},

@@ -70,6 +70,7 @@ def test_installation():
     assert doc_blocks.run("installation.md", {}) == 1
 
 
+@pytest.mark.slow
 def test_weights():
     assert doc_blocks.run("weights.md", {}) == 6
 

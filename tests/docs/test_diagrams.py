@@ -38,6 +38,7 @@ def test_every_picture_is_shown(drawn):
         assert f"(images/{path.name})" in pages
 
 
+@pytest.mark.slow
 def test_the_rows_of_a_step_are_up_to_date(tmp_path):
     """The simulator's times are the same on every machine."""
     script = runpy.run_path(str(DOCS / "make_long_tail_plot.py"))
@@ -47,12 +48,16 @@ def test_the_rows_of_a_step_are_up_to_date(tmp_path):
     assert drawn == paths(DOCS / "images/long_tail.svg"), "draw long_tail.svg again"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_accepted_runs(tmp_path):
     """The picture of a policy's own answers is drawn; what is in it depends on the machine."""
     script = runpy.run_path(str(DOCS / "make_accepted_runs.py"))
     assert script["main"](["--output", str(tmp_path / "runs.svg")]) == 0
     assert "<svg" in (tmp_path / "runs.svg").read_text()
+
+
+def test_steps_of_accepted_runs():
+    script = runpy.run_path(str(DOCS / "make_accepted_runs.py"))
     steps = script["steps_of"](
         types.SimpleNamespace(output_ids=[1, 2, 3, 4], draft_sources=[1, 0, 0, 2])
     )

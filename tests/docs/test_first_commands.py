@@ -32,11 +32,12 @@ def clone(tmp_path_factory):
     return folder
 
 
-def run(clone: Path, home: Path, commands: str) -> str:
-    """Runs a block of a page in a shell, as a newcomer has it."""
+def run(clone: Path, home: Path, commands: str, variables: dict[str, str]) -> str:
+    """Runs a block of a page in a shell, as a newcomer has it, with these variables."""
     home.mkdir(exist_ok=True)
     environment = {
         **CACHE_VARIABLES,  # for what other tests compile too
+        **variables,
         "HOME": str(home),
         "PATH": os.pathsep.join([str(clone / ".venv/bin"), os.environ["PATH"]]),
         # The environment's editable install is of this checkout, not of the clone.
@@ -59,12 +60,19 @@ def shell_blocks(page: str) -> list[str]:
 
 
 @pytest.mark.first
-@pytest.mark.slow
-@pytest.mark.parametrize("page", ["../README.md", "first_steps.md"])
-def test_the_commands_of_a_page_run(clone, tmp_path, page):
+@pytest.mark.parametrize(
+    ("page", "variables"),
+    [
+        # The demo trains for minutes otherwise.
+        pytest.param("../README.md", {"DEMO_ARGS": "--steps 10"}, marks=pytest.mark.slow),
+        pytest.param("../README.md", {}, marks=pytest.mark.soak),
+        pytest.param("first_steps.md", {}, marks=pytest.mark.soak),
+    ],
+)
+def test_the_commands_of_a_page_run(clone, tmp_path, page, variables):
     found = shell_blocks(page)
     assert len(found) >= 2
-    printed = [run(clone, tmp_path / "home", commands) for commands in found]
+    printed = [run(clone, tmp_path / "home", commands, variables) for commands in found]
     if page == "first_steps.md":
         assert "7+8=15,3+5+1=9,95" in "".join(printed)
         assert (clone / "outputs/step.pftrace").is_file()

@@ -12,20 +12,20 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("sgljax_engine", "sgljax_engine.server", "tunix_sgljax")
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+@pytest.mark.slow
+def test_the_site(tmp_path):
+    """One test, so that it is built once."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     built = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert built.returncode == 0, built.stderr
-    return folder
+    check_that_public_names_are_in_the_reference(tmp_path)
+    check_that_public_methods_are_in_the_reference(tmp_path)
+    check_that_pages_fetch_nothing_from_elsewhere(tmp_path)
 
 
 def inventory(folder: Path) -> dict[str, str]:
@@ -39,16 +39,16 @@ def inventory(folder: Path) -> dict[str, str]:
     return places
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_every_public_name_is_in_the_reference(site, package):
+def check_that_public_names_are_in_the_reference(site):
     places = inventory(site)
-    for name in importlib.import_module(package).__all__:
-        page, _, anchor = places[f"{package}.{name}"].partition("#")
-        assert page.startswith("reference/"), name
-        assert f'id="{anchor}"' in (site / page).read_text(encoding="utf-8"), name
+    for package in PACKAGES:
+        for name in importlib.import_module(package).__all__:
+            page, _, anchor = places[f"{package}.{name}"].partition("#")
+            assert page.startswith("reference/"), name
+            assert f'id="{anchor}"' in (site / page).read_text(encoding="utf-8"), name
 
 
-def test_public_methods_are_in_the_reference(site):
+def check_that_public_methods_are_in_the_reference(site):
     engine = importlib.import_module("sgljax_engine").Engine
     rollout = importlib.import_module("tunix_sgljax").SglJaxRollout
     places = inventory(site)
@@ -69,7 +69,7 @@ def test_the_index_of_the_reference_lists_every_name():
     assert listed == public
 
 
-def test_pages_fetch_nothing_from_elsewhere(site):
+def check_that_pages_fetch_nothing_from_elsewhere(site):
     """No script, style, font or picture of another server; links to click on are fine."""
     fetched = re.compile(r"<(?:script|img|iframe)[^>]*src=\"?https?:|<link[^>]*href=\"?https?:")
     pages = list(site.rglob("*.html"))
@@ -89,6 +89,7 @@ def test_every_page_is_in_the_navigation():
     assert pages <= listed, f"not in mkdocs.yml: {pages - listed}"
 
 
+@pytest.mark.slow
 def test_a_dead_link_to_the_repository_fails_the_build(tmp_path):
     """The check that `--strict` stands on can fail."""
     docs = tmp_path / "docs"

@@ -33,7 +33,7 @@ OTHER: dict[str, typing.Any] = {
     "rollout_sglang_jax_precompile_bs_paddings": [64],
     "rollout_sglang_jax_precompile_token_paddings": [64],
     "rollout_sglang_jax_log_level": "warning",
-    "rollout_sglang_jax_kwargs": {"decode_steps": 8},
+    "rollout_sglang_jax_kwargs": {"decode_steps": 8},  # no engine
     "rollout_sglang_jax_lora_scaling": 2.0,
     "rollout_vllm_hbm_utilization": 0.5,
     "rollout_vllm_lora_config": {"max_lora_rank": 4},

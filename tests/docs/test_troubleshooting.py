@@ -1,6 +1,6 @@
 """docs/troubleshooting.md: each message there is what the code says, produced for real.
 
-So are those that the page leaves out because they say themselves what to do: plain_messages.md.
+So are those that the page leaves out because they say themselves what to do: plain_messages.txt.
 """
 
 from __future__ import annotations
@@ -13,27 +13,28 @@ import pytest
 
 import sgljax_engine
 from sgljax_engine import EngineError
-from tests import tunix_reference as ref
-from tests.adapter.helpers import MODEL
-from tests.docs import config_errors, request_errors
-from tests.docs.error_cases import Parts
+from tests.docs.error_table import TABLE, Parts
 
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
-PLAIN = Path(__file__).with_name("plain_messages.md")
-PRODUCERS = config_errors.PRODUCERS | request_errors.PRODUCERS
+PLAIN = Path(__file__).with_name("plain_messages.txt")
 _ENTRY = re.compile(r"^<!-- error: (\w+) -->\n\n```text\n(.+?)\n```$", re.MULTILINE | re.DOTALL)
 
 
-def entries(*pages: Path) -> dict[str, str]:
-    """The messages of pages by name."""
-    return dict(entry for page in pages for entry in _ENTRY.findall(page.read_text("utf-8")))
+def on_the_page() -> dict[str, str]:
+    """The messages of the page by name."""
+    return dict(_ENTRY.findall(PAGE.read_text("utf-8")))
+
+
+def plain() -> dict[str, str]:
+    """Those that it leaves out, a line each."""
+    lines = PLAIN.read_text("utf-8").splitlines()
+    return {name: message for name, _, message in (line.partition(": ") for line in lines)}
 
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
     with contextlib.ExitStack() as stack:
-        folder = tmp_path_factory.mktemp("troubleshooting")
-        yield Parts(ref.make_tunix_qwen3(MODEL), folder, stack)
+        yield Parts(tmp_path_factory.mktemp("troubleshooting"), stack)
 
 
 def public_text(error: EngineError) -> str:
@@ -43,31 +44,33 @@ def public_text(error: EngineError) -> str:
     return f"{name}: {error}"
 
 
-def test_every_entry_has_a_producer_and_every_producer_an_entry():
-    assert not config_errors.PRODUCERS.keys() & request_errors.PRODUCERS.keys()
-    assert not entries(PAGE).keys() & entries(PLAIN).keys()
-    assert entries(PAGE, PLAIN).keys() == PRODUCERS.keys()
+def test_every_message_has_a_row_and_every_row_a_message():
+    names = [row.name for row in TABLE]
+    assert sorted(names) == sorted([*on_the_page(), *plain()])
 
 
-@pytest.mark.parametrize("page", [PAGE, PLAIN], ids=lambda page: page.stem)
-def test_no_message_is_outside_an_entry(page):
-    text = page.read_text(encoding="utf-8")
-    assert text.count("```text") == len(_ENTRY.findall(text)) == len(entries(page))
+def test_no_message_is_outside_an_entry():
+    text = PAGE.read_text(encoding="utf-8")
+    assert text.count("```text") == len(_ENTRY.findall(text)) == len(on_the_page())
 
 
-@pytest.mark.parametrize("name", PRODUCERS)
-def test_message(parts, name):
-    expected = entries(PAGE, PLAIN)[name]
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_message(parts, row):
+    expected = (on_the_page() | plain())[row.name]
     words = expected.split("...")
     assert len("".join(words).partition(": ")[2]) >= 15, "the pattern matches almost anything"
-    with pytest.raises(EngineError) as caught:
-        PRODUCERS[name](parts)
+    with pytest.raises(row.error) as caught:
+        row.make(parts)
+    text = public_text(caught.value)
     pattern = ".*".join(re.escape(word) for word in words)
-    assert re.fullmatch(pattern, public_text(caught.value), re.DOTALL), public_text(caught.value)
+    assert re.fullmatch(pattern, text, re.DOTALL), text
+    assert text.startswith(f"{row.error.__name__}: ")
+    assert row.field in text.partition(": ")[2]
+    assert row.limit in text.partition(": ")[2]
 
 
 @pytest.mark.parametrize("error", sorted(n for n in sgljax_engine.__all__ if n.endswith("Error")))
 def test_every_public_error_is_on_the_page(error):
     """Their base class stands for all of them."""
     if error != "EngineError":
-        assert any(message.startswith(f"{error}: ") for message in entries(PAGE).values())
+        assert any(message.startswith(f"{error}: ") for message in on_the_page().values())

@@ -58,7 +58,10 @@ def make_adapter(seed: int) -> tuple[dict[str, Any], tuple[Any, ...]]:
 def make_subject() -> single.Subject:
     """Two engines, each as large as the single one."""
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("data",))
-    twice = {name: 2 * OPTIONS[name] for name in ("num_kv_tokens", "max_running_requests")}
+    twice: dict[str, Any] = {
+        name: 2 * OPTIONS[name] for name in ("num_kv_tokens", "max_running_requests")
+    }
+    twice["batch_buckets"] = (twice["max_running_requests"],)
     lora = {"max_loras": 1, "max_lora_rank": 4}
     return single.Subject(mesh=mesh, tokenizer=CharTokenizer(), **twice, **lora)
 

@@ -10,17 +10,13 @@ from typing import Any, NamedTuple
 from sgljax_engine import Engine, ModelConfig, SamplingParams
 from tests.engine.interrupt_calls import Call, Result
 from tests.engine.models import TINY, spread_weights
+from tests.geometry import CHUNKED, SMALL
 
 MODEL = TINY
 WEIGHTS = [spread_weights(MODEL, seed) for seed in range(3)]
 NUM_WEIGHTS = len(WEIGHTS)
 OPTIONS: dict[str, Any] = {
-    "page_size": 4,
-    "num_kv_tokens": 160,
-    "max_model_len": 120,
-    "max_running_requests": 6,
-    "decode_steps": 3,
-    "chunked_prefill_size": 32,
+    **CHUNKED,
     # Admission that hopes for the best, so that pages run out.
     "init_new_token_ratio": 0.0,
     "min_new_token_ratio": 0.0,
@@ -154,7 +150,7 @@ class References:
                 model_config=MODEL,
                 weights=WEIGHTS[weights],
                 disable_radix_cache=True,
-                max_running_requests=16,
+                **SMALL,
                 max_loras=len(ADAPTERS),
                 max_lora_rank=OPTIONS.get("max_lora_rank", 4),
             )

@@ -7,6 +7,7 @@ import pytest
 
 from sgljax_engine.kernels.cpu import chain
 from sgljax_engine.kernels.cpu.machine import Vectors, host_vectors
+from tests.tiers import tiered
 
 _PROBLEM = chain.unavailable()
 needs_machine_code = pytest.mark.skipif(
@@ -22,10 +23,16 @@ def vectors_of(lanes: int) -> Vectors:
     return host if lanes == host.lanes else Vectors(8, host.features, host.cpu)
 
 
-@pytest.fixture(params=[8, 16], ids=["AVX2", "AVX-512"])
+_OWN_LANES = host_vectors().lanes if _PROBLEM is None else 8
+
+
+@pytest.fixture(params=tiered([8, 16], [_OWN_LANES]), ids=["AVX2", "AVX-512"])
 def lanes(request, monkeypatch):
     """Operations made during the test are for vectors of so many lanes."""
     vectors = vectors_of(request.param)
+    if vectors == host_vectors():
+        yield request.param
+        return
     monkeypatch.setattr(chain, "host_vectors", lambda: vectors)
     jax.clear_caches()  # else a function that was traced before calls the other code
     yield request.param

@@ -187,7 +187,8 @@ def test_a_smaller_adapter_leaves_nothing_of_the_one_before(engine, plain):
     check_same(generate(engine, "one"), generate_merged(plain, small))
 
 
-@pytest.mark.parametrize("backend", ["auto", pytest.param("xla", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["auto", "xla"])
 def test_the_only_slot_holds_one_adapter_after_another(merged, backend):
     """It is not written into beside others, and never is the memory that the adapter came in."""
     with make_engine(max_loras=1, linear_backend=backend, attention_backend=backend) as engine:
@@ -229,6 +230,7 @@ def test_prompt_logprobs_are_an_adapters(engine):
         np.testing.assert_allclose(prompt_logprobs(name), scores, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_for_other_adapters():
     engine = make_engine(forbid_compile=True)
     engine.warmup(include_score=True)

@@ -128,6 +128,7 @@ class TestRestore:
                 assert counters.num_prefill_tokens <= waiting + num_running * 4
             settle(engine)
 
+    @pytest.mark.slow
     def test_every_kind_of_request(self, tmp_path):
         """Samples, seeds, penalties, biases, stop strings, log-probs of all kinds, streams."""
         prompt = PROMPTS[0]
@@ -474,7 +475,7 @@ class TestPages:
         return shutil.copytree(first_folders / "kv", tmp_path / "kv")
 
     def test_a_small_pool_takes_what_fits(self, with_kv, expected, caplog):
-        """Of the pages, and of the requests."""
+        """The pages of the prefix cache, and those of the requests."""
         num_nodes = len(CheckpointManager(with_kv).load().scheduler_state.prefix_cache.nodes)  # type: ignore[union-attr]
         with make_engine(**CHUNKED) as engine:
             assert num_nodes > 60
@@ -592,6 +593,7 @@ class TestSaving:
         engine.shutdown()
         del call
 
+    @pytest.mark.slow
     def test_asleep(self, tmp_path, expected):
         """Pages that sleep on the host are saved from there; restored requests wait for waking."""
         with make_engine() as engine:

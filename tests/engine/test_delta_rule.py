@@ -158,7 +158,7 @@ class TestWhereStatesLive:
 
     LENGTHS = (53, 38)
     NUM_BLOCKS = 8
-    """Of all passes, so that they are of one program; the last ones are unused."""
+    """All passes have it, so that they are of one program; the last ones are unused."""
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -28,7 +28,7 @@ from sgljax_engine.speculation.texts import MATCHED_TOKENS
 
 NUM_DRAFTS = 7
 NUM_ROWS = 4
-"""Of all batches, so that there are few programs; those behind the given ones are unused."""
+"""All batches have it, so that there are few programs; those behind the given ones are unused."""
 
 
 @pytest.fixture(autouse=True)

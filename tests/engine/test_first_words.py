@@ -6,19 +6,21 @@ import logging
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from sgljax_engine import Engine, InvalidRequestError, WeightSyncError
-from tests.docs.error_cases import GOLDEN, OPTIONS
 from tests.engine.models import TINY, spread_weights
+from tests.geometry import SMALL
 
+FOLDER = Path(__file__).parents[1] / "golden" / "qwen3_gqa_tied"
 QUICK_COMPILE = "what is printed while an engine starts"
 
 
 @pytest.fixture(scope="module")
 def engine():
-    with Engine(model_config=TINY, weights=spread_weights(), **OPTIONS) as engine:
+    with Engine(model_config=TINY, weights=spread_weights(), **SMALL) as engine:
         yield engine
 
 
@@ -79,6 +81,6 @@ def test_a_tokenizer_comes_without_advice_to_install_pytorch():
         "import sys; from sgljax_engine.processing.tokenizer import load_tokenizer; "
         "load_tokenizer(sys.argv[1])"
     )
-    command = [sys.executable, "-c", code, str(GOLDEN)]
+    command = [sys.executable, "-c", code, str(FOLDER)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "PyTorch" not in done.stderr

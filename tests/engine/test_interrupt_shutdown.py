@@ -16,8 +16,6 @@ from tests.engine.interrupt_model import OPTIONS, WEIGHTS
 from tests.engine.models import TINY, random_prompts
 from tests.threads import LIMIT_S, held, start, wait_for
 
-QUICK_COMPILE = "that interrupted engines end"
-
 SITUATIONS = (
     "running",
     "paused abort",

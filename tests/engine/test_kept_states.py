@@ -173,6 +173,7 @@ class TestWhatEndsThem:
         assert (state.kept_states, state.free_state_slots) == (0, state.memory.state_slots)
         assert_idle(engine)
 
+    @pytest.mark.slow
     def test_checkpoints_leave_them_out(self, engine, plain, tmp_path, caplog):
         prompts = random_prompts(3, 20, 30)
         params = dataclasses.replace(GREEDY, max_new_tokens=40)

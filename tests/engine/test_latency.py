@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future
-from typing import Any
 
 import pytest
 
@@ -12,16 +11,16 @@ from sgljax_engine import Engine, SamplingParams
 from sgljax_engine.core import commands as cmd
 from tests import inside
 from tests.engine.models import TINY, random_prompts, spread_weights
+from tests.geometry import SMALL, other
 from tests.threads import held, start, wait_for
 
-OPTIONS: dict[str, Any] = {"page_size": 4, "max_running_requests": 8, "decode_steps": 2}
 GREEDY = {"temperature": 0, "max_new_tokens": 12}
 WAIT_S = 0.05
 
 
 @pytest.fixture(scope="module")
 def engine():
-    with Engine(model_config=TINY, weights=spread_weights(), **OPTIONS) as engine:
+    with Engine(model_config=TINY, weights=spread_weights(), **SMALL) as engine:
         yield engine
 
 
@@ -62,8 +61,9 @@ def test_a_time_that_nothing_fits_leaves_the_smallest_prefills_and_one_step(engi
     """Once it is known what they take; the answers are the same."""
     first, second = random_prompts(2, 200, 200)
     expected = engine.generate(None, GREEDY, second)["output_ids"]
+    sizes = other("prefills of several sizes", chunked_prefill_size=256, token_buckets=(64, 256))
     with Engine(
-        model_config=TINY, weights=spread_weights(), max_dispatch_s=1e-9, **OPTIONS
+        model_config=TINY, weights=spread_weights(), max_dispatch_s=1e-9, **sizes
     ) as hurried:
         hurried.warmup()
         core = inside.core(hurried)

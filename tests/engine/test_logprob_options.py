@@ -14,6 +14,7 @@ from tests.engine.interrupts import update_in_flight
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.sampling_reference import forward, log_softmax
 from tests.engine.test_sampling_table import GOLDEN, across
+from tests.geometry import CHUNKED, SMALL
 from tests.threads import LIMIT_S
 
 WEIGHTS = spread_weights()
@@ -29,14 +30,13 @@ OUTPUT_KEYS = (
 
 @pytest.fixture(scope="module")
 def engine():
-    with Engine(
-        model_config=TINY,
-        weights=WEIGHTS,
-        page_size=4,
-        max_running_requests=8,
-        batch_buckets=(8,),
-        decode_steps=4,
-    ) as engine:
+    with Engine(model_config=TINY, weights=WEIGHTS, **SMALL) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def text_engine():
+    with Engine(GOLDEN, **SMALL) as engine:
         yield engine
 
 
@@ -85,7 +85,13 @@ class TestShapes:
         check_lists(out["meta_info"], "output", out["output_ids"], raw, 0, [])
 
     @pytest.mark.parametrize(
-        ("top_num", "ids"), [(0, [127, 0, 127]), (1, []), (9, [5] * 9), (128, list(range(128)))]
+        ("top_num", "ids"),
+        [
+            (0, [127, 0, 127]),
+            pytest.param(1, [], marks=pytest.mark.slow),
+            (9, [5] * 9),
+            pytest.param(128, list(range(128)), marks=pytest.mark.slow),
+        ],
     )
     def test_lists_match_float64(self, engine, top_num, ids):
         """Also the raw log-probs of adjusted and filtered rows are the model's own."""
@@ -107,6 +113,7 @@ class TestShapes:
         check_lists(meta, "input", PROMPT[start:], raw[start:size], 3, [7, 0, 7])
         check_lists(meta, "output", out["output_ids"], raw[size:-1], 3, [7, 0, 7])
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("top_num", "ids"), [(2, []), (0, [3])])
     def test_prompt_with_some_lists_only(self, engine, top_num, ids):
         out = generate(
@@ -188,27 +195,25 @@ class TestLengths:
         assert len(out["output_ids"]) <= 6
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_cut_at_a_stop_string(self, stream):
+    def test_cut_at_a_stop_string(self, text_engine, stream):
         params = {"temperature": 3.0, "seed": 1, "ignore_eos": True, "max_new_tokens": 40}
-        with Engine(GOLDEN, max_running_requests=1, batch_buckets=(1,), decode_steps=16) as engine:
-            tokenizer = engine._tokenizer
-            assert tokenizer is not None
-            texts = [tokenizer.decode([i]) for i in range(320)]
-            letters = [i for i, text in enumerate(texts) if text.isalpha() and len(text) > 1]
-            params["allowed_token_ids"] = letters
-            plain = engine.generate(prompt="the", sampling_params=params)
-            pieces = [texts[i] for i in plain["output_ids"]]
-            stop, begin, last = across(pieces)
-            out = engine.generate(
-                prompt="the",
-                sampling_params=params | {"stop": stop},
-                **ALL_LISTS,
-                logprob_start_len=0,
-                stream=stream,
-            )
-            if stream:
-                out = self.join(out)
-            full = engine.generate(prompt="the", sampling_params=params, **ALL_LISTS)
+        tokenizer = text_engine._tokenizer
+        texts = [tokenizer.decode([i]) for i in range(320)]
+        letters = [i for i, text in enumerate(texts) if text.isalpha() and len(text) > 1]
+        params["allowed_token_ids"] = letters
+        plain = text_engine.generate(prompt="the", sampling_params=params)
+        pieces = [texts[i] for i in plain["output_ids"]]
+        stop, begin, last = across(pieces)
+        out = text_engine.generate(
+            prompt="the",
+            sampling_params=params | {"stop": stop},
+            **ALL_LISTS,
+            logprob_start_len=0,
+            stream=stream,
+        )
+        if stream:
+            out = self.join(out)
+        full = text_engine.generate(prompt="the", sampling_params=params, **ALL_LISTS)
         assert out["text"] == plain["text"][:begin]
         assert out["output_ids"] == plain["output_ids"][: last + 1]
         self.check(out)
@@ -238,6 +243,7 @@ class TestLengths:
         for key in OUTPUT_KEYS:
             assert joined["meta_info"][key] == whole["meta_info"][key]
 
+    @pytest.mark.slow
     def test_retracted(self, engine):
         prompts = random_prompts(8, 4, 12, seed=6)
         fields = {"max_new_tokens": 30, "temperature": 0.0}
@@ -245,11 +251,7 @@ class TestLengths:
         with Engine(
             model_config=TINY,
             weights=WEIGHTS,
-            page_size=4,
-            max_running_requests=8,
-            batch_buckets=(8,),
-            decode_steps=4,
-            num_kv_tokens=64,
+            **CHUNKED,
             init_new_token_ratio=0.0,
             min_new_token_ratio=0.0,
         ) as small:
@@ -361,7 +363,7 @@ class TestScoring:
     def test_an_update_before_the_first_token_scores_again(self, monkeypatch):
         """Prompt log-probs are of the weights that the output began with."""
         prompt, other = random_prompts(1, 60, 60)[0], spread_weights(seed=9)
-        with Engine(model_config=TINY, weights=WEIGHTS, chunked_prefill_size=16) as chunked:
+        with Engine(model_config=TINY, weights=WEIGHTS, **CHUNKED) as chunked:
             runner, commands = (
                 inside.runner(chunked),
                 inside.tasks(chunked),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import pytest
 
@@ -11,14 +13,7 @@ from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.runner.warmup import warm_calls
 from tests import inside
 from tests.engine.models import TINY
-
-OPTIONS = {
-    "max_running_requests": 4,
-    "chunked_prefill_size": 64,
-    "num_kv_tokens": 512,
-    "max_model_len": 64,
-    "page_size": 8,
-}
+from tests.geometry import SMALL
 
 
 def lowered(runner: ModelRunner) -> list[str]:
@@ -29,7 +24,7 @@ def lowered(runner: ModelRunner) -> list[str]:
 
 @pytest.mark.parametrize("more", [{}, {"max_loras": 2, "max_lora_rank": 4}], ids=["plain", "lora"])
 def test_they_are_those_of_an_engine_with_arrays(more):
-    options = OPTIONS | more
+    options: dict[str, Any] = {**SMALL, **more}
     runner, memory = build_shapes(TINY, EngineConfig.from_options(options), "float32", None)
     state = runner.kv_memory.state(runner.weights)
     assert not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))

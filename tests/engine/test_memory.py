@@ -14,14 +14,14 @@ from sgljax_engine import Engine, InvalidConfigError
 from sgljax_engine.runner.kv import plan as memory
 from tests import inside
 from tests.engine.models import TINY, random_prompts, spread_weights
+from tests.geometry import CHUNKED, SMALL
 
 # Two layers, keys and values, two heads of 16 float32 numbers.
 BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4
-OPTIONS: dict[str, Any] = {"page_size": 4, "max_running_requests": 8, "decode_steps": 1}
 
 
 def make_engine(**options: Any) -> Engine:
-    return Engine(model_config=TINY, weights=spread_weights(), **OPTIONS | options)
+    return Engine(model_config=TINY, weights=spread_weights(), **{**SMALL, **options})
 
 
 def live_bytes():
@@ -33,7 +33,7 @@ class TestReport:
     @pytest.mark.parametrize(
         ("options", "free_tokens", "kv_tokens", "rule"),
         [
-            ({"num_kv_tokens": 1023}, 4096, 1020, "num_kv_tokens"),
+            ({"num_kv_tokens": 1023}, 4096, 1020, "num_kv_tokens"),  # no engine takes a step
             ({}, 100_000, 8 * 256, "max_running_requests x max_model_len"),
             ({"mem_fraction_static": 0.25}, 4096, 1024, "mem_fraction_static"),
         ],
@@ -60,6 +60,7 @@ class TestReport:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
+            # no engine
             ({"num_kv_tokens": 800}, "num_kv_tokens 800 takes .* at most 400 tokens fit the"),
             ({"mem_fraction_static": 0.001}, "mem_fraction_static 0.001 .* all of them hold 100"),
         ],
@@ -102,7 +103,7 @@ class TestWeights:
 
 class TestPages:
     def test_no_step_reallocates_them(self):
-        with make_engine(num_kv_tokens=1024) as engine:
+        with make_engine(**CHUNKED) as engine:
             engine.warmup()
             runner = inside.runner(engine)
 

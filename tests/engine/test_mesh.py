@@ -21,17 +21,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from sgljax_engine import Engine, InvalidConfigError, SamplingParams
 from sgljax_engine import WeightsLostError, WeightSyncError
 from sgljax_engine.runner.kv import saved_pages
+from tests import inside
+from tests.engine.determinism_cases import ALONE
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.interrupts import LONG as long, results, start_all, update_in_flight
+from tests.geometry import SMALL
 
 GOLDEN = sys.argv[1]
 devices = np.asarray(jax.devices())
 assert len(devices) == 8
 prompts = random_prompts(9, 1, 40)
 ONE = dataclasses.replace(TINY, num_layers=1)  # compiled in half the time
-# One program of each kind.
-few = {"batch_buckets": (16,), "max_running_requests": 16,
-       "token_buckets": (256,), "chunked_prefill_size": 256}
 params = SamplingParams(temperature=0, max_new_tokens=20)
 
 def outputs(engine):
@@ -67,7 +67,7 @@ def sleep_and_wake(engine, memory):
 
 saved_pages._CHUNK_BYTES = 8192
 
-with Engine(model_config=ONE, weights=spread_weights(ONE), page_size=4, **few) as single:
+with Engine(model_config=ONE, weights=spread_weights(ONE), **SMALL) as single:
     expected = outputs(single)
     scored = single.score(prompts[:3])
 
@@ -81,8 +81,7 @@ with Engine(model_config=ONE, weights=spread_weights(ONE), page_size=4, **few) a
         )
         for name, w in spread_weights(ONE).items()
     }
-    short = {"page_size": 4, "decode_steps": 4, **few}  # so that updates meet running requests
-    with Engine(model_config=ONE, weights=sharded, mesh=mesh, **short) as engine:
+    with Engine(model_config=ONE, weights=sharded, mesh=mesh, **SMALL) as engine:
         assert outputs(engine) == expected
         for a, b in zip(engine.score(prompts[:3]), scored):
             np.testing.assert_allclose(a, b, atol=1e-4)
@@ -128,7 +127,7 @@ with Engine(model_config=ONE, weights=spread_weights(ONE), page_size=4, **few) a
 
 # Biases: as transformers computes them.
 golden = np.load(f"{GOLDEN}/golden.npz")
-with Engine(GOLDEN, mesh=mesh, dtype="float32", page_size=4, **few) as engine:
+with Engine(GOLDEN, mesh=mesh, dtype="float32", **SMALL) as engine:
     rows = range(int(golden["num_prompts"]))
     given = [golden[f"prompt_{i}"].tolist() for i in rows]
     greedy = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
@@ -138,9 +137,7 @@ with Engine(GOLDEN, mesh=mesh, dtype="float32", page_size=4, **few) as engine:
 # Deterministic sampling, of requests that share a batch and of the same ones alone.
 seeded = [SamplingParams(temperature=0.8, seed=i, max_new_tokens=24) for i in range(len(prompts))]
 bits = []
-alone = {"page_size": 16, "max_running_requests": 1, "decode_steps": 3, "token_buckets": (64,),
-         "chunked_prefill_size": 64}
-for options in ({"page_size": 4, **few}, alone):
+for options in (SMALL, ALONE):
     fixed = {"mesh": mesh, "enable_deterministic_sampling": True}
     with Engine(model_config=ONE, weights=spread_weights(ONE), **fixed, **options) as engine:
         made = engine.generate_requests(prompts, seeded)

@@ -28,9 +28,9 @@ from sgljax_engine.models import mixture
 from sgljax_engine.placement.submeshes import check_divides
 from sgljax_engine.runner.warmup import warm_calls
 from tests.engine.models import TINY_MOE, logical_weights, random_prompts, spread_weights
+from tests.geometry import SMALL
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3_moe_odd_sharded"
-FEW = {"max_running_requests": 8, "batch_buckets": (8,), "page_size": 8, "num_kv_tokens": 1024}
 
 # ------------------------------------------------------------------ weights
 
@@ -66,35 +66,38 @@ def golden():
     return {name: tensor.load() for name, tensor in read_hf_tensors(GOLDEN).items()}
 
 
+@pytest.mark.slow
 def test_both_forms_of_a_folder_give_equal_weights(golden, tmp_path):
     other = write_folder(tmp_path / "fused", fused(golden))
-    with Engine(GOLDEN, dtype="float32", **FEW) as engine:
+    with Engine(GOLDEN, dtype="float32", **SMALL) as engine:
         checksums = engine.get_weights_checksum()
     assert not any(re.search(r"experts\.\d", name) for name in checksums)  # stacks, not experts
-    with Engine(other, dtype="float32", **FEW) as engine:
+    with Engine(other, dtype="float32", **SMALL) as engine:
         assert engine.get_weights_checksum() == checksums
 
 
-@pytest.mark.parametrize("donate", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("donate", [False, True])
 def test_updates_in_each_form(donate):
-    first, second = (spread_weights(TINY_MOE, seed) for seed in (0, 1))
-    logical = logical_weights(TINY_MOE, 1)
-    with Engine(model_config=TINY_MOE, weights=first, **FEW) as engine:
+    model = dataclasses.replace(TINY_MOE, num_layers=1)
+    first, second = (spread_weights(model, seed) for seed in (0, 1))
+    logical = logical_weights(model, 1)
+    with Engine(model_config=model, weights=first, **SMALL) as engine:
         before = engine.get_weights_checksum()
         engine.update_weights(second, donate=donate, verify=True)
         after = engine.get_weights_checksum()
         assert set(before.values()).isdisjoint(after.values())
         for weights, rules in (
             (fused(second), None),
-            (logical, logical_rules(TINY_MOE)),
+            (logical, logical_rules(model)),
         ):
             engine.update_weights(first, donate=donate)
             assert engine.get_weights_checksum() == before
             engine.update_weights(weights, rules, donate=donate, verify=True)
             assert engine.get_weights_checksum() == after
             assert engine.find_differing_weights(weights, rules) == []
-        bad = second | {"model.layers.1.mlp.experts.5.up_proj.weight": np.full((24, 32), np.nan)}
-        with pytest.raises(WeightSyncError, match=r"model\.layers\.1\.mlp\.experts\.up_proj"):
+        bad = second | {"model.layers.0.mlp.experts.5.up_proj.weight": np.full((24, 32), np.nan)}
+        with pytest.raises(WeightSyncError, match=r"model\.layers\.0\.mlp\.experts\.up_proj"):
             engine.update_weights(bad, donate=donate)
         assert engine.get_weights_checksum() == after
 
@@ -133,7 +136,7 @@ def test_experts_that_do_not_fit_are_named(change, message):
     weights = spread_weights(TINY_MOE)
     change(weights)
     with pytest.raises(WeightSyncError, match=message):
-        Engine(model_config=TINY_MOE, weights=weights, **FEW)
+        Engine(model_config=TINY_MOE, weights=weights, **SMALL)
 
 
 def test_parts_that_cannot_be_cut_are_named():
@@ -141,7 +144,7 @@ def test_parts_that_cannot_be_cut_are_named():
     name = "model.layers.0.mlp.experts.gate_up_proj"
     weights[name] = weights[name][:, :47]
     with pytest.raises(WeightSyncError, match=r"gate_up_proj' \[8, 47, 32\] cannot be cut into"):
-        Engine(model_config=TINY_MOE, weights=weights, **FEW)
+        Engine(model_config=TINY_MOE, weights=weights, **SMALL)
 
 
 @pytest.mark.parametrize("form", ["alone", "fused"])
@@ -155,7 +158,7 @@ def test_lora_pairs_of_experts_are_refused(form):
     axes = tuple(range(len(shape) - 1))
     rules = (*hf_rules(TINY_MOE), LoraRule(name, "a", "b", 1.0, axes))
     with pytest.raises(WeightSyncError, match="a LoRA pair"):
-        Engine(model_config=TINY_MOE, weights=weights | pair, weight_rules=rules, **FEW)
+        Engine(model_config=TINY_MOE, weights=weights | pair, weight_rules=rules, **SMALL)
 
 
 def test_sources_with_unlike_rules_are_refused():
@@ -165,7 +168,7 @@ def test_sources_with_unlike_rules_are_refused():
     rules = (Rule(odd, stack, None, into=4), *hf_rules(TINY_MOE))
     weights[odd] = np.ascontiguousarray(weights[odd].T)
     with pytest.raises(WeightSyncError, match=r"experts\.4\..* have unlike rules"):
-        Engine(model_config=TINY_MOE, weights=weights, weight_rules=rules, **FEW)
+        Engine(model_config=TINY_MOE, weights=weights, weight_rules=rules, **SMALL)
 
 
 # ------------------------------------------------------------------ padding
@@ -182,7 +185,7 @@ def test_every_program_says_which_tokens_are_used(is_deterministic, monkeypatch)
     monkeypatch.setattr(mixture, "mix", watched)
     more = {"max_model_len": 64, "enable_deterministic_sampling": is_deterministic}
     model = dataclasses.replace(TINY_MOE, vocab_size=120)  # that no other test has traced
-    runner, _ = build_shapes(model, EngineConfig.from_options(FEW | more), "float32", None)
+    runner, _ = build_shapes(model, EngineConfig.from_options({**SMALL, **more}), "float32", None)
     state = runner.kv_memory.state(runner.weights)
     for call in warm_calls(runner, include_score=True, include_table=False):
         before = len(said)
@@ -196,7 +199,7 @@ def test_unused_rows_take_no_experts():
     prompts = random_prompts(5, 1, 40)
     limits = (1, 24, 3, 9, 24)
     params = [SamplingParams(temperature=0, max_new_tokens=n, ignore_eos=True) for n in limits]
-    with Engine(model_config=TINY_MOE, weights=spread_weights(TINY_MOE), **FEW) as engine:
+    with Engine(model_config=TINY_MOE, weights=spread_weights(TINY_MOE), **SMALL) as engine:
         together = engine.generate_requests(prompts, params)
         for prompt, each, output in zip(prompts, params, together, strict=True):
             (alone,) = engine.generate_requests([prompt], each)
@@ -213,7 +216,7 @@ def test_bfloat16_follows_float32():
     weights, prompts = spread_weights(TINY_MOE), random_prompts(4, 30, 40)
     scores = []
     for dtype in ("float32", "bfloat16"):
-        with Engine(model_config=TINY_MOE, weights=weights, dtype=dtype, **FEW) as engine:
+        with Engine(model_config=TINY_MOE, weights=weights, dtype=dtype, **SMALL) as engine:
             scores.append(np.concatenate(engine.score(prompts)))
     # Rounded inputs of a router may choose other experts: nearly all tokens agree.
     assert np.median(np.abs(scores[0] - scores[1])) < 0.3

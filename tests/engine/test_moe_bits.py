@@ -10,8 +10,9 @@ import pytest
 from sgljax_engine import MoEConfig
 from sgljax_engine.layers import target
 from tests.devices import run_python
-from tests.engine.determinism_cases import Way, differing, make_engine, requests, run
+from tests.engine.determinism_cases import ALONE, Way, differing, make_engine, requests, run
 from tests.engine.models import HYBRID, TINY_MOE, spread_weights
+from tests.geometry import CHUNKED
 
 BITS_MODEL = dataclasses.replace(TINY_MOE, vocab_size=64, hidden_size=48, eos_token_ids=(5,))
 NEXT_MODEL = dataclasses.replace(
@@ -31,25 +32,8 @@ NEXT_MODEL = dataclasses.replace(
 )
 """Recurrent states, and a shared expert beside the others."""
 
-REQUESTS = [each for each in requests(40, 64) if not each.params.changes_logits][:16]
-ALONE = {
-    "page_size": 16,
-    "num_kv_tokens": 4096,
-    "max_running_requests": 1,
-    "batch_buckets": (1,),
-    "token_buckets": (64,),
-    "chunked_prefill_size": 64,
-    "decode_steps": 1,
-}
-TOGETHER = {
-    "page_size": 1,
-    "num_kv_tokens": 600,  # so that requests are retracted
-    "max_running_requests": 12,
-    "batch_buckets": (12,),
-    "token_buckets": (80,),
-    "chunked_prefill_size": 33,
-    "decode_steps": 5,
-}
+# Short enough for the few pages, so that some are retracted.
+REQUESTS = [each for each in requests(40, 64, 156) if not each.params.changes_logits][:16]
 
 
 @pytest.mark.slow
@@ -62,7 +46,7 @@ def test_no_bit_differs(backend, model, monkeypatch):
     weights = spread_weights(model)
     found = []
     order = np.random.default_rng(1).permutation(len(REQUESTS)).tolist()
-    for options, way in ((ALONE, Way({})), (TOGETHER, Way({}, order=order, splits=2))):
+    for options, way in ((ALONE, Way({})), (CHUNKED, Way({}, order=order, splits=2))):
         with make_engine(options, model, weights) as engine:
             found.append(run(engine, REQUESTS, way))
     assert differing(*found) == []
@@ -73,11 +57,12 @@ import dataclasses
 import jax, numpy as np
 from jax.sharding import Mesh
 from sgljax_engine import Engine, SamplingParams
+from tests import inside
+from tests.engine.determinism_cases import ALONE
 from tests.engine.models import TINY_MOE, random_prompts, spread_weights
+from tests.geometry import SMALL
 
 TINY_MOE = dataclasses.replace(TINY_MOE, num_layers=1)  # compiled in half the time
-few = {"batch_buckets": (8,), "max_running_requests": 8, "token_buckets": (256,),
-       "chunked_prefill_size": 256, "page_size": 4}
 prompts = random_prompts(8, 1, 40)
 greedy = SamplingParams(temperature=0, max_new_tokens=20, ignore_eos=True)
 devices = np.asarray(jax.devices()[:4]).reshape(1, 4)
@@ -90,10 +75,10 @@ def results(engine):
 for count, sharded in ((6, "width"), (8, "experts")):
     model = dataclasses.replace(TINY_MOE, moe=dataclasses.replace(TINY_MOE.moe, num_experts=count))
     weights = spread_weights(model)
-    with Engine(model_config=model, weights=weights, **few) as engine:
+    with Engine(model_config=model, weights=weights, **SMALL) as engine:
         ids, logprobs = results(engine)
         checksums = engine.get_weights_checksum()
-    with Engine(model_config=model, weights=weights, mesh=mesh, **few) as engine:
+    with Engine(model_config=model, weights=weights, mesh=mesh, **SMALL) as engine:
         held = inside.runner(engine).weights
         (shard,) = {s.data.shape for s in
                     held["model.layers.0.mlp.experts.gate_proj.weight"].addressable_shards}
@@ -106,8 +91,7 @@ for count, sharded in ((6, "width"), (8, "experts")):
         assert results(engine)[0] == ids
 # Requests that share a batch, and the same ones alone.
 bits = []
-alone = few | {"max_running_requests": 1, "batch_buckets": (1,), "decode_steps": 3}
-for options in (few, alone):
+for options in (SMALL, ALONE):
     fixed = {"mesh": mesh, "enable_deterministic_sampling": True}
     with Engine(model_config=model, weights=weights, **fixed, **options) as engine:
         bits.append(results(engine))

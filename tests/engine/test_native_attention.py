@@ -12,6 +12,7 @@ from sgljax_engine.attention.cpu import native_attention, native_write_kv
 from sgljax_engine.cache.kv_pages import LayerKV, write_kv
 from tests.engine.native_cases import lanes, needs_machine_code
 from tests.engine.paged_cases import ragged_case, spread
+from tests.tiers import tiered
 
 __all__ = ["lanes"]
 pytestmark = [needs_machine_code, pytest.mark.usefixtures("lanes")]
@@ -29,12 +30,17 @@ CASES = [  # options, page size, query heads, kv heads, head_dim
     ("window-20", 16, 3, 3, 16),
     ("default", 24, 4, 2, 48),
     ("window-1", 64, 4, 4, 64),
+]
+LONG_CASES = [  # as above, of heads that are unrolled into much code
     ("default", 16, 16, 1, 128),
     ("all", 8, 2, 1, 256),
 ]
 
 
-@pytest.mark.parametrize(("case", "num_queries"), spread(CASES, [16, 1, 5]))
+@pytest.mark.parametrize(
+    ("case", "num_queries"),
+    [*spread(CASES, [16, 1, 5]), *spread(LONG_CASES, [16, 1, 5], is_main=False)],
+)
 def test_ragged_blocks(case, num_queries):
     name, page_size, num_heads, num_kv_heads, head_dim = case
     options = OPTIONS[name]
@@ -55,9 +61,12 @@ def write_at(layer, k, v, slots):
     return run(layer, k, v, jnp.asarray(slots, jnp.int32))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(("page_size", "head_dim"), [(1, 16), (16, 64), (24, 48)])
-def test_writes_what_the_portable_code_writes(page_size, head_dim, dtype):
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    spread([(1, 16), (16, 64), (24, 48)], ["float32", "bfloat16", "float16"]),
+)
+def test_writes_what_the_portable_code_writes(sizes, dtype):
+    page_size, head_dim = sizes
     rng = np.random.default_rng(0)
     pages = jnp.asarray(rng.standard_normal((5, 3, page_size, head_dim)), dtype)
     for num_tokens in (1, 7, 40):
@@ -78,7 +87,7 @@ def test_pages_are_written_in_place():
     assert [x.unsafe_buffer_pointer() for x in after] == places
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", tiered(["bfloat16", "float16"], ["bfloat16"]))
 def test_half_width_pages(dtype):
     """The keys and values are rounded, and everything else is as in float32."""
     case = ragged_case(
@@ -91,7 +100,7 @@ def test_half_width_pages(dtype):
     np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 40])
+@pytest.mark.parametrize("num_rows", tiered([1, 3, 40], [3, 40]))
 def test_a_row_has_the_same_bits_in_any_company(num_rows):
     lengths = np.random.default_rng(num_rows).integers(1, 400, num_rows)
     case = ragged_case(
@@ -104,9 +113,10 @@ def test_a_row_has_the_same_bits_in_any_company(num_rows):
         np.testing.assert_array_equal(alone.run(native_attention, DEFAULT)[0], together[row])
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", tiered(OPTIONS, ["all"]))
 def test_a_query_has_the_same_bits_in_any_block(options):
     """In blocks of a prefill as alone, in decode."""
+    options = OPTIONS[options]
     case = ragged_case(
         [790], page_size=16, num_heads=4, num_kv_heads=2, num_queries=16, head_dim=32
     )

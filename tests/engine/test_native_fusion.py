@@ -58,8 +58,11 @@ EXPRESSIONS = {
 }
 
 
+@pytest.mark.parametrize(
+    "counts", [(1, 5, 33), pytest.param((*range(1, 20), 33, 64), marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", EXPRESSIONS)
-def test_arithmetic_between_operations(name, monkeypatch):
+def test_arithmetic_between_operations(name, counts, monkeypatch):
     """One chain, whatever is between the operations; each step of it rounded alone."""
     chains = count_chains(monkeypatch)
 
@@ -71,7 +74,7 @@ def test_arithmetic_between_operations(name, monkeypatch):
     assert chains[0][0] == chains[0][-1] == "linear"
     exact = np.asarray(jax.jit(run)(TOKENS), np.float64)
     np.testing.assert_allclose(together, exact, rtol=2e-5, atol=2e-5)
-    for count in (*range(1, 20), 33, 64):
+    for count in counts:
         alone = jax.jit(fuse(run))(TOKENS[:count])
         np.testing.assert_array_equal(alone, together[:count])
 

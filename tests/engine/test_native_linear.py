@@ -18,6 +18,7 @@ from sgljax_engine.kernels.cpu.panels import pack as portable_pack
 from sgljax_engine.kernels.cpu.panels import unpack
 from sgljax_engine.kernels.cpu.rope import rope_tables, rotate
 from tests.engine.native_cases import lanes, needs_machine_code
+from tests.tiers import tiered
 
 __all__ = ["lanes"]
 pytestmark = [needs_machine_code, pytest.mark.usefixtures("lanes")]
@@ -126,7 +127,7 @@ class TestPack:
         for column, target in enumerate(DTYPES)
     )
 
-    @pytest.mark.parametrize("shape", SHAPES)
+    @pytest.mark.parametrize("shape", tiered(SHAPES, [(16, 17), (3, 40, 33)]))
     def test_is_the_portable_form(self, shape):
         wide = jnp.asarray(draw(*shape))
         for source, target, is_by_output in self.CASES:

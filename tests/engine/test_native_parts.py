@@ -174,6 +174,7 @@ assert np.array_equal(jax.jit(copy)(x)[0], x)
         assert len(first) == 3, "the operation, its chain, and what shares it among threads"
         assert self.run(tmp_path) == first
 
+    @pytest.mark.slow
     def test_what_is_damaged_is_made_anew(self, tmp_path):
         first = self.run(tmp_path)
         for name, end in zip(first, (b"", b"something else", b""), strict=True):
@@ -245,6 +246,7 @@ class TestThreads:
             assert not caller.is_alive()
         assert wrong == []
 
+    @pytest.mark.slow
     @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot choose processors")
     def test_one_processor(self):
         """XLA has one thread then, so that nobody else comes."""

@@ -25,36 +25,31 @@ from tests import inside
 from tests.engine import exactness_checks
 from tests.engine.determinism_cases import MODEL, Way, make_engine, requests, run
 from tests.engine.models import TINY, spread_weights
+from tests.geometry import SMALL
 
 FOLDER = Path(__file__).parents[1] / "golden/qwen3_gqa_tied"
 GOLDEN = np.load(FOLDER / "golden.npz")
 ASKED = [each for each in requests(40, MODEL.vocab_size) if not each.params.changes_logits][:6]
-OPTIONS: dict[str, Any] = {
-    "page_size": 4,
-    "max_running_requests": 8,
-    "batch_buckets": (8,),
-    "decode_steps": 4,
-}
 NORM, PROJECTION = "model.norm.weight", "model.layers.1.self_attn.o_proj.weight"
 LOWEST, HIGH_EXPONENT, SIGN = 0, 25, 31
 
 
 @pytest.fixture(scope="module")
 def tiny():
-    with Engine(model_config=TINY, weights=spread_weights(), **OPTIONS) as engine:
+    with Engine(model_config=TINY, weights=spread_weights(), **SMALL) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
 def golden():
-    with Engine(FOLDER, dtype="float32", page_size=4, max_running_requests=8) as engine:
+    with Engine(FOLDER, dtype="float32", **SMALL) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
 def deterministic():
     """With the bits of requests that it ran without a fault."""
-    with make_engine(OPTIONS) as engine:
+    with make_engine(SMALL) as engine:
         yield engine, run(engine, ASKED, Way({}))
 
 
@@ -130,7 +125,7 @@ class TestStalePrefix:
     @staticmethod
     def reference():
         with Engine(
-            model_config=TINY, weights=spread_weights(), disable_radix_cache=True, **OPTIONS
+            model_config=TINY, weights=spread_weights(), disable_radix_cache=True, **SMALL
         ) as engine:
             yield engine
 
@@ -138,8 +133,8 @@ class TestStalePrefix:
         """Cached pages outlive an update, and say so to no one."""
         prompt, weights = list(range(50)), spread_weights(seed=1)
         with (
-            Engine(model_config=TINY, weights=spread_weights(), **OPTIONS) as engine,
-            Engine(model_config=TINY, weights=weights, **OPTIONS) as fresh,
+            Engine(model_config=TINY, weights=spread_weights(), **SMALL) as engine,
+            Engine(model_config=TINY, weights=weights, **SMALL) as fresh,
         ):
             monkeypatch.setattr(PagePool, "reset_cache", lambda self, adapter=None: 0)
             with pytest.raises(AssertionError):

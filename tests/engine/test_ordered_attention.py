@@ -20,6 +20,7 @@ from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.xla_options import compiler_options
 from tests.engine.paged_cases import RaggedCase, as_pages, ragged_case
 from tests.engine.test_row_attention import over_rows
+from tests.tiers import tiered
 
 DEFAULT = AttentionOptions(scale=0.25)
 OPTIONS = {
@@ -45,12 +46,14 @@ def make_case(lengths=LENGTHS, page_size=16, num_queries=1, **shape) -> RaggedCa
     return ragged_case(lengths, page_size=page_size, num_queries=num_queries, **sizes)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", tiered(OPTIONS, ["all"]))
 def test_options(options):
+    options = OPTIONS[options]
     case = make_case(num_queries=16, head_dim=16)
     case.check(case.run(jitted(ordered_tiles_attention), options), options, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "page_size", "num_queries", "shape"),
     [
@@ -171,6 +174,7 @@ def long_case() -> RaggedCase:
     return make_case((3 * CHUNK + 1, 3 * CHUNK, 3 * CHUNK - 1), head_dim=16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, CHUNK])
 def test_ends_of_chunks(window):
     options = DEFAULT._replace(sliding_window=window)

@@ -11,17 +11,22 @@ from sgljax_engine.core import commands as cmd
 from sgljax_engine.runner.results import PendingDecode
 from tests import inside
 from tests.engine.models import TINY, spread_weights
+from tests.geometry import SMALL
 from tests.threads import LIMIT_S, held, start, wait_for
 
-QUICK_COMPILE = "what the host does while a device computes"
+
+@pytest.fixture(scope="module")
+def shared():
+    with Engine(model_config=TINY, weights=spread_weights(), **SMALL) as engine:
+        yield engine
 
 
 @pytest.fixture
-def engine():
-    with Engine(
-        model_config=TINY, weights=spread_weights(), max_running_requests=8, decode_steps=4
-    ) as engine:
-        yield engine
+def engine(shared):
+    """Idle, and so it must be left."""
+    yield shared
+    shared.check_integrity()
+    assert shared.flush_cache().success
 
 
 def recorded_events(engine, monkeypatch):
@@ -73,6 +78,7 @@ def test_commands_find_everything_handed_over(engine, monkeypatch):
     """One that comes while a request finishes is answered after the request."""
     queue = inside.core(engine).outputs._queue
     finished, states = [], []
+    before = engine.get_internal_state().counters.num_finished
     put, wait, state = queue.put, PendingDecode.wait, inside.core(engine).state
 
     def recorded_put(news):
@@ -86,7 +92,7 @@ def test_commands_find_everything_handed_over(engine, monkeypatch):
 
     def recorded_state():
         seen = state()
-        states.append((len(finished), seen.counters.num_finished))
+        states.append((len(finished), seen.counters.num_finished - before))
         return seen
 
     monkeypatch.setattr(queue, "put", recorded_put)

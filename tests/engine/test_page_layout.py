@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from sgljax_engine.attention import tpu
 from sgljax_engine.attention.tpu import TpuAttention, backend_of
 from sgljax_engine.cache.kv_pages import PageLayout, kv_bytes_per_token
 from tests.engine.models import TINY, random_prompts, spread_weights
+from tests.geometry import SMALL
 
 LAYOUTS = {
     "one head a row": PageLayout(4, 64),
@@ -52,21 +55,16 @@ def test_bytes_count_what_is_stored():
 @pytest.mark.slow
 def test_pages_move_between_layouts(tmp_path, monkeypatch):
     """Sleep and checkpoints of an engine with packed pages; another has one head a row."""
-    interpreted = backend_of(TpuAttention(interpret=True), TINY.head_dims)
+    model = dataclasses.replace(TINY, num_layers=1)
+    interpreted = backend_of(TpuAttention(interpret=True), model.head_dims)
     assert interpreted.heads_per_row == 8
     monkeypatch.setattr(tpu, "tpu_backend", lambda *_: interpreted)
     prompts = random_prompts(3, 20, 30, seed=4)
     params = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
 
     def make(backend: str) -> Engine:
-        return Engine(
-            model_config=TINY,
-            weights=spread_weights(),
-            page_size=4,
-            max_running_requests=4,
-            decode_steps=4,
-            attention_backend=backend,
-        )
+        weights = spread_weights(model)
+        return Engine(model_config=model, weights=weights, attention_backend=backend, **SMALL)
 
     def generate(engine: Engine) -> tuple[list[list[int]], list[int]]:
         outputs = engine.generate_requests(prompts, params)

@@ -55,12 +55,20 @@ def lowering_for_a_gpu() -> contextlib.AbstractContextManager[Any]:
     return use_abstract_mesh(AbstractMesh((1,), ("x",), (axis,), abstract_device=HOPPER))
 
 
-@pytest.mark.parametrize(("shape", "options"), spread(list(SHAPES), list(OPTIONS)))
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ("decode-mqa", "all"),
+        ("prefill-gqa", "window-20"),
+        *spread(list(SHAPES), list(OPTIONS), is_main=False),
+    ],
+)
 def test_ragged_blocks(shape, options):
     case = case_of(SHAPES[shape])
     case.check(case.run(INTERPRETED, OPTIONS[options]), OPTIONS[options], atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(16, 16, 8, 1, 128), (16, 8, 4, 16, 64)])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision(shape, dtype):
@@ -70,6 +78,7 @@ def test_half_precision(shape, dtype):
     case.check(case.run(INTERPRETED, options), options, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_splits_are_put_together(monkeypatch):
     """One split and many, most of them empty for short contexts, say the same."""
     case = case_of(SHAPES["decode-mqa"], lengths=[1, 17, 1100])

@@ -149,54 +149,54 @@ class TestLife:
                 call.result(LIMIT_S)
 
     @pytest.mark.parametrize("place", ["prepare", "commit"])
-    def test_a_fault_in_a_pause_is_answered(self, monkeypatch, expected, place):
+    def test_a_fault_in_a_pause_is_answered(self, engine, monkeypatch, expected, place):
         """Then there is no pause, and requests go on."""
-        with make_engine() as engine:
-            calls = start_all(engine, PROMPTS)
+        calls = start_all(engine, PROMPTS)
 
-            def fail(*_):
-                raise RuntimeError("planted fault")
+        def fail(*_):
+            raise RuntimeError("planted fault")
 
-            with monkeypatch.context() as patch:
-                if place == "commit":
-                    patch.setattr(pause, "apply_pause_mode", fail)
-                else:
-                    patch.setattr(inside.runner(engine).kv_memory, "wait", fail)
-                with pytest.raises(RuntimeError, match="planted fault"):
-                    engine.pause_generation("retract")
-            assert engine.get_internal_state().pause_mode is None
-            assert [out.output_ids for out in results(calls)] == expected
+        with monkeypatch.context() as patch:
+            if place == "commit":
+                patch.setattr(pause, "apply_pause_mode", fail)
+            else:
+                patch.setattr(inside.runner(engine).kv_memory, "wait", fail)
+            with pytest.raises(RuntimeError, match="planted fault"):
+                engine.pause_generation("retract")
+        assert engine.get_internal_state().pause_mode is None
+        assert tokens_of(results(calls)) == expected
 
-    def test_a_warmup_that_fails_costs_running_requests_nothing(self, monkeypatch):
+    def test_a_warmup_that_fails_costs_running_requests_nothing(
+        self, engine, monkeypatch, expected
+    ):
         """Its programs take the pages; what ran over them is prefilled again."""
-        with make_engine() as engine:
-            expected = [out.output_ids for out in engine.generate_requests(PROMPTS, LONG)]
-            calls = start_all(engine, PROMPTS)
-            core = inside.core(engine)
+        calls = start_all(engine, PROMPTS)
+        core = inside.core(engine)
 
-            def fail(**_):
-                for x in jax.tree.leaves(core.runner.kv_memory.kv):
-                    x.delete()
-                raise RuntimeError("planted fault")
+        def fail(**_):
+            for x in jax.tree.leaves(core.runner.kv_memory.kv):
+                x.delete()
+            raise RuntimeError("planted fault")
 
-            monkeypatch.setattr(core.warmup, "run", fail)
+        with monkeypatch.context() as patch:
+            patch.setattr(core.warmup, "run", fail)
             with pytest.raises(RuntimeError, match="planted fault"):
                 engine.warmup()
-            assert [out.output_ids for out in results(calls)] == expected
-            assert_idle(engine)
+        assert tokens_of(results(calls)) == expected
+        assert_idle(engine)
 
-    def test_prefill_does_not_run_ahead_of_a_pause(self, monkeypatch):
+    def test_prefill_does_not_run_ahead_of_a_pause(self, engine, monkeypatch):
         """However long a prompt, at most one chunk of it is on the device between two steps."""
-        with make_engine(chunked_prefill_size=16) as engine:
-            core, ready = inside.core(engine), []
-            real = core.step
+        core, ready = inside.core(engine), []
+        real = core.step
 
-            def step():
-                real()
-                ready.append(all(x.is_ready() for x in jax.tree.leaves(core.runner.kv_memory.kv)))
+        def step():
+            real()
+            ready.append(all(x.is_ready() for x in jax.tree.leaves(core.runner.kv_memory.kv)))
 
-            monkeypatch.setattr(core, "step", step)
-            engine.generate_requests(random_prompts(1, 200, 200), SHORT)
+        with monkeypatch.context() as patch:
+            patch.setattr(core, "step", step)
+            engine.generate_requests(random_prompts(4, 240, 248), SHORT)
         assert len(ready) > 10
         assert all(ready)
 

@@ -23,22 +23,15 @@ from sgljax_engine import (
 from tests import inside
 from tests.engine.models import TINY, spread_weights
 from tests.engine.small_tokenizers import CharTokenizer
+from tests.geometry import SMALL
 
-OPTIONS: dict[str, Any] = {
-    "page_size": 4,
-    "num_kv_tokens": 160,
-    "max_running_requests": 1,
-    "token_buckets": (16,),
-    "chunked_prefill_size": 16,
-    "decode_steps": 4,
-}
 GREEDY = {"temperature": 0, "max_new_tokens": 3}
 
 
 @pytest.fixture(scope="module")
 def engine():
     with Engine(
-        model_config=TINY, weights=spread_weights(), tokenizer=CharTokenizer(), **OPTIONS
+        model_config=TINY, weights=spread_weights(), tokenizer=CharTokenizer(), **SMALL
     ) as engine:
         yield engine
 
@@ -168,6 +161,7 @@ class TestMakingAnEngine:
         [
             ({"model_config": {"vocab_size": 5}}, r"ModelConfig \(model_config_from_hf .* 'dict'"),
             ({"model_config": SimpleNamespace()}, r"model_config must be a ModelConfig"),
+            # no engine
             ({"config": {"page_size": 4}}, "config must be an EngineConfig, got dict"),
             ({"weights": "folder"}, "weights must be arrays, got 'folder'; a folder goes into"),
             ({"weights": Path("folder")}, "weights must be arrays, got 'folder'"),
@@ -179,7 +173,7 @@ class TestMakingAnEngine:
 
     @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.dtype("bfloat16"), "bfloat16"])
     def test_dtypes_of_jax(self, dtype):
-        with Engine(model_config=TINY, load_format="dummy", dtype=dtype, **OPTIONS) as engine:
+        with Engine(model_config=TINY, load_format="dummy", dtype=dtype, **SMALL) as engine:
             weights = inside.runner(engine).weights
             assert weights["model.layers.0.mlp.up_proj.weight"].dtype == jnp.bfloat16
             assert weights["model.norm.weight"].dtype == jnp.float32  # as of all norms

@@ -113,12 +113,16 @@ class Prompts:
         np.testing.assert_array_equal(out[-1], 0)
 
 
-@pytest.mark.parametrize(("shape", "options"), spread(list(SHAPES), list(OPTIONS)))
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [("group-of-six", "window-20"), *spread(list(SHAPES), list(OPTIONS), is_main=False)],
+)
 def test_chunks_of_prompts(shape, options):
     prompts = Prompts(SHAPES[shape], jnp.float32)
     prompts.check(prompts.run(OPTIONS[options]), OPTIONS[options], atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision(dtype):
     """Inputs are rounded before the comparison: what is left is that of weights and outputs."""
@@ -142,6 +146,7 @@ def test_blocks_that_continue_each_other_share_a_tile():
     assert sum(count for _, count in tiles_of(prompts, 1)) == 26
 
 
+@pytest.mark.slow
 def test_requests_with_the_same_earlier_keys_share_a_tile():
     """The second has the first one's page and goes on where that ends: its keys are the same."""
     prompts = Prompts((16, 8, 1, 128), jnp.float32, ((0, 16), (16, 40)))
@@ -154,6 +159,7 @@ def test_requests_with_the_same_earlier_keys_share_a_tile():
     prompts.check(prompts.run(OPTIONS["default"]), OPTIONS["default"], atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ["default", "window-20"])
 def test_batch_mates_and_chunks_change_no_bit(options):
     """A request among others, alone, and in a chunk that begins elsewhere in a tile."""

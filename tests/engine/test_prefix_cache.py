@@ -15,33 +15,25 @@ import pytest
 from sgljax_engine import Engine, EngineStepError, SamplingParams
 from tests import inside
 from tests.engine.exactness_checks import check_reuse_changes_nothing, check_update_leaves_no_prefix
-from tests.engine.interrupts import update_in_flight
+from tests.engine.interrupts import update_in_flight, wait_until
 from tests.engine.models import TINY, spread_weights
-from tests.threads import wait_for
+from tests.geometry import CHUNKED, SMALL, WIDE
+from tests.threads import LIMIT_S, gate_steps, start, wait_for
 
-MODEL = dataclasses.replace(TINY, context_length=1024)
-PAGE = 16
-GROUP = 16
+PAGE = SMALL["page_size"]
+GROUP = SMALL["max_running_requests"]
 GREEDY = SamplingParams(temperature=0, max_new_tokens=8)
 SAMPLES = SamplingParams(n=GROUP, temperature=1.0, seed=3, max_new_tokens=4)
 
 
 def make_engine(**given: Any) -> Engine:
-    options: dict[str, Any] = {
-        "page_size": PAGE,
-        "max_running_requests": GROUP,
-        "batch_buckets": (GROUP,),  # one decode program to compile
-        "decode_steps": 4,
-        "num_kv_tokens": 4096,
-    }
-    options |= given
-    model = options.pop("model_config", MODEL)
-    weights = options.pop("weights", None) or spread_weights(model)
-    return Engine(model_config=model, weights=weights, **options)
+    options: dict[str, Any] = {"model_config": TINY, **SMALL, **given}
+    weights = options.pop("weights", None) or spread_weights(options["model_config"])
+    return Engine(weights=weights, **options)
 
 
 def make_prompt(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng([seed, length]).integers(0, MODEL.vocab_size, length).tolist()
+    return np.random.default_rng([seed, length]).integers(0, TINY.vocab_size, length).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -95,24 +87,24 @@ def greedy(engine, prompt):
 
 
 class TestGroup:
-    def test_512_token_prompt_of_16_samples_is_prefilled_once(self, engine, reference):
-        prompt, counted = make_prompt(512), Counted(engine)
+    def test_prompt_of_a_group_is_prefilled_once(self, engine, reference):
+        prompt, counted = make_prompt(60), Counted(engine)
         outs = engine.generate(input_ids=prompt, sampling_params=SAMPLES)
-        assert counted.prefill_tokens == 511
-        assert counted.cached_tokens == 15 * 511
-        assert counted.page_copies == 16  # one each of the last, half-filled page
-        assert [o["meta_info"]["cached_tokens"] for o in outs] == [0] + 15 * [511]
-        assert all(o["meta_info"]["prompt_tokens"] == 512 for o in outs)
+        assert counted.prefill_tokens == 59
+        assert counted.cached_tokens == 7 * 59
+        assert counted.page_copies == 8  # one each of the last, half-filled page
+        assert [o["meta_info"]["cached_tokens"] for o in outs] == [0] + 7 * [59]
+        assert all(o["meta_info"]["prompt_tokens"] == 60 for o in outs)
         plain = reference.generate(input_ids=prompt, sampling_params=SAMPLES)
         assert [o["output_ids"] for o in outs] == [o["output_ids"] for o in plain]
         assert len({tuple(o["output_ids"]) for o in outs}) > 1
 
     def test_without_the_cache_everything_is_computed(self, reference):
         counted = Counted(reference)
-        outs = reference.generate_requests([make_prompt(512)], SAMPLES)
-        assert counted.prefill_tokens == 16 * 511
+        outs = reference.generate_requests([make_prompt(60)], SAMPLES)
+        assert counted.prefill_tokens == 8 * 59
         assert counted.cached_tokens == counted.page_copies == 0
-        assert [o.num_cached_tokens for o in outs] == 16 * [0]
+        assert [o.num_cached_tokens for o in outs] == 8 * [0]
         assert reference.get_internal_state().cached_kv_tokens == 0
         assert reference.flush_cache().flushed_items == 0
 
@@ -121,54 +113,51 @@ class TestGroup:
         prompt, counted = make_prompt(length), Counted(engine)
         outs = engine.generate_requests([prompt], SAMPLES)
         assert counted.prefill_tokens == length - 1
-        assert counted.cached_tokens == 15 * (length - 1)
-        assert counted.page_copies == (16 if (length - 1) % PAGE else 0)
+        assert counted.cached_tokens == 7 * (length - 1)
+        assert counted.page_copies == (8 if (length - 1) % PAGE else 0)
         assert ids(outs) == ids(reference.generate_requests([prompt], SAMPLES))
 
     def test_group_larger_than_the_batch(self, engine, reference):
-        prompt, counted = make_prompt(100), Counted(engine)
+        prompt, counted = make_prompt(60), Counted(engine)
         params = dataclasses.replace(SAMPLES, n=3 * GROUP + 1)
         outs = engine.generate_requests([prompt], params)
-        assert counted.prefill_tokens == 99
-        assert [o.num_cached_tokens for o in outs] == [0] + 3 * GROUP * [99]
+        assert counted.prefill_tokens == 59
+        assert [o.num_cached_tokens for o in outs] == [0] + 3 * GROUP * [59]
         assert ids(outs) == ids(reference.generate_requests([prompt], params))
 
     def test_repeated_prompts_share_as_samples_do(self, engine, reference):
-        prompts = [make_prompt(90, seed) for seed in (0, 1)] * 4
+        prompts = [make_prompt(30, seed) for seed in (0, 1)] * 4
         params = [dataclasses.replace(GREEDY, max_new_tokens=1 + i) for i in range(8)]
         counted = Counted(engine)
         outs = engine.generate_requests(prompts, params)
-        assert counted.prefill_tokens == 2 * 89
-        assert [o.num_cached_tokens for o in outs] == [0, 0] + 6 * [89]
+        assert counted.prefill_tokens == 2 * 29
+        assert [o.num_cached_tokens for o in outs] == [0, 0] + 6 * [29]
         assert ids(outs) == ids(reference.generate_requests(prompts, params))
 
     def test_prompts_with_the_same_beginning_share_whole_pages(self, engine, reference):
-        start = make_prompt(70)
-        prompts = [start + make_prompt(30, seed) for seed in range(3)]
+        common = make_prompt(18)
+        prompts = [common + make_prompt(12, seed) for seed in range(3)]
         counted = Counted(engine)
         outs = engine.generate_requests(prompts, GREEDY)
-        assert [o.num_cached_tokens for o in outs] == [0, 64, 64]
-        assert counted.prefill_tokens == 99 + 2 * 35
+        assert [o.num_cached_tokens for o in outs] == [0, 16, 16]
+        assert counted.prefill_tokens == 29 + 2 * 13
         assert counted.page_copies == 0
         assert ids(outs) == ids(reference.generate_requests(prompts, GREEDY))
 
-    def test_prompt_longer_than_a_prefill_is_computed_once(self, reference):
-        prompts = [make_prompt(512), make_prompt(512), make_prompt(300)]
+    def test_prompt_longer_than_a_prefill_is_computed_once(self, engine, reference):
+        prompts = [make_prompt(250), make_prompt(250), make_prompt(200)]
         params = [SAMPLES, dataclasses.replace(SAMPLES, n=1), dataclasses.replace(SAMPLES, n=4)]
-        with make_engine(chunked_prefill_size=64) as engine:
-            counted = Counted(engine)
-            outs = engine.generate_requests(prompts, params)
-            assert counted.prefill_tokens == 511 + 299
-            assert [o.num_cached_tokens for o in outs] == [0] + 16 * [511] + [0] + 3 * [299]
-            assert_all_free(engine)
+        counted = Counted(engine)
+        outs = engine.generate_requests(prompts, params)
+        assert counted.prefill_tokens == 249 + 199
+        assert [o.num_cached_tokens for o in outs] == [0] + 8 * [249] + [0] + 3 * [199]
         assert ids(outs) == ids(reference.generate_requests(prompts, params))
 
     def test_pool_that_holds_one_request_more_than_the_prompt(self, reference):
         """Pages run out in the middle of the group, tails and all."""
-        prompt = make_prompt(100)
-        with make_engine(
-            num_kv_tokens=9 * PAGE, init_new_token_ratio=0.0, min_new_token_ratio=0.0
-        ) as engine:
+        prompt = make_prompt(120)
+        options = {**CHUNKED, "init_new_token_ratio": 0.0, "min_new_token_ratio": 0.0}
+        with make_engine(**options) as engine:
             params = dataclasses.replace(SAMPLES, max_new_tokens=30)
             outs = engine.generate_requests([prompt], params)
             assert_all_free(engine)
@@ -178,19 +167,19 @@ class TestGroup:
     def test_a_groups_prefill_takes_a_fraction_of_the_time(self):
         """With a larger model and more samples the difference is larger."""
         model = dataclasses.replace(
-            MODEL, hidden_size=256, intermediate_size=768, num_layers=3, num_heads=8, head_dim=32
+            TINY, hidden_size=256, intermediate_size=768, num_layers=3, num_heads=8, head_dim=32
         )
-        params = SamplingParams(n=GROUP, max_new_tokens=1)
+        params = SamplingParams(n=16, max_new_tokens=1)
         times: dict[bool, list[float]] = {False: [], True: []}
         with (
-            make_engine(model_config=model, num_kv_tokens=16384) as sharing,
-            make_engine(model_config=model, num_kv_tokens=16384, disable_radix_cache=True) as plain,
+            make_engine(model_config=model, **WIDE) as sharing,
+            make_engine(model_config=model, disable_radix_cache=True, **WIDE) as plain,
         ):
             for turn in range(5):
                 for engine, runs in ((sharing, times[True]), (plain, times[False])):
-                    start = time.perf_counter()
-                    engine.generate_requests([make_prompt(512, turn)], params)
-                    runs.append(time.perf_counter() - start)
+                    begin_s = time.perf_counter()
+                    engine.generate_requests([make_prompt(250, turn)], params)
+                    runs.append(time.perf_counter() - begin_s)
         assert min(times[False][1:]) >= 5 * min(times[True][1:])  # the first call compiles
 
 
@@ -213,27 +202,23 @@ class TestTurns:
 
 class TestUpdate:
     def test_nothing_of_older_weights_is_matched(self):
-        weights = spread_weights(MODEL, seed=1)
+        weights = spread_weights(seed=1)
         with make_engine() as engine, make_engine(weights=weights) as fresh:
             check_update_leaves_no_prefix(engine, fresh, weights, make_prompt(120))
             assert_all_free(engine)
 
     def test_update_amid_a_group(self):
         """Running samples hold shared pages of the old weights when the update comes."""
-        prompt, weights = make_prompt(120), spread_weights(MODEL, seed=1)
-        long = SamplingParams(n=6, temperature=1.0, seed=1, max_new_tokens=500)
-        with (
-            make_engine() as engine,
-            make_engine(weights=weights) as fresh,
-            ThreadPoolExecutor(1) as pool,
-        ):
-            group = pool.submit(engine.generate_requests, [prompt], long)
-            wait_for(lambda: engine.get_internal_state().running_batch_size == 6)
+        prompt, weights = make_prompt(120), spread_weights(seed=1)
+        long = SamplingParams(n=6, temperature=1.0, seed=1, max_new_tokens=130)
+        with gate_steps(make_engine()) as engine, make_engine(weights=weights) as fresh:
+            group = start(lambda: engine.generate_requests([prompt], long))
+            wait_until(engine, lambda state: state.running_batch_size == 6)
             update_in_flight(engine, weights)
             out = greedy(engine, prompt)
             assert not group.done()
             assert out.output_ids == greedy(fresh, prompt).output_ids
-            continued = group.result()
+            continued = group.result(LIMIT_S)
             assert {(o.num_retractions, o.weight_version) for o in continued} == {(1, 1)}
             assert [o.num_cached_tokens for o in continued] == [0] + 5 * [119]
             # What a sample goes on with must be what the new weights make of its tokens.
@@ -245,34 +230,34 @@ class TestUpdate:
 
 class TestFlush:
     def test_frees_all_that_nobody_uses(self, engine):
-        greedy(engine, make_prompt(100))
+        greedy(engine, make_prompt(100))  # and 7 of 8 new tokens
         state = engine.get_internal_state()
-        assert state.cached_kv_tokens == 6 * PAGE
+        assert state.cached_kv_tokens == 26 * PAGE
         assert state.available_kv_tokens == state.total_kv_tokens
-        assert engine.flush_cache().flushed_items == 6 * PAGE
+        assert engine.flush_cache().flushed_items == 26 * PAGE
         assert engine.get_internal_state().cached_kv_tokens == 0
         assert greedy(engine, make_prompt(100)).num_cached_tokens == 0
 
-    def test_is_refused_amid_a_group(self, engine, reference):
+    def test_is_refused_amid_a_group(self, reference):
         prompt = make_prompt(100)
-        params = dataclasses.replace(SAMPLES, n=8, max_new_tokens=300)
+        params = dataclasses.replace(SAMPLES, max_new_tokens=60)
         expected = ids(reference.generate_requests([prompt], params))
-        with ThreadPoolExecutor(1) as pool:
-            group = pool.submit(engine.generate_requests, [prompt], params)
-            wait_for(lambda: engine.get_internal_state().running_batch_size == 8)
+        with gate_steps(make_engine()) as engine:
+            group = start(lambda: engine.generate_requests([prompt], params))
+            wait_until(engine, lambda state: state.running_batch_size == 8)
             answer = engine.flush_cache()
-        assert not answer.success
-        assert answer.flushed_items == 0
-        assert "8 running request(s) hold KV pages" in answer.error_msg
-        assert ids(group.result()) == expected
+            assert not answer.success
+            assert answer.flushed_items == 0
+            assert "8 running request(s) hold KV pages" in answer.error_msg
+            assert ids(group.result(LIMIT_S)) == expected
 
 
 class TestEnds:
     def test_aborting_a_group_leaves_a_cache_that_is_right(self, engine, reference):
-        prompt = make_prompt(512)
+        prompt = make_prompt(60)
 
         async def main():
-            params = dataclasses.replace(SAMPLES, n=2 * GROUP, max_new_tokens=400)
+            params = dataclasses.replace(SAMPLES, n=2 * GROUP, max_new_tokens=190)
             task = asyncio.create_task(
                 engine.async_generate(input_ids=prompt, sampling_params=params)
             )
@@ -286,7 +271,7 @@ class TestEnds:
         wait_for(lambda: engine.get_internal_state().running_batch_size == 0)
         engine.check_integrity()
         out = greedy(engine, prompt)
-        assert out.num_cached_tokens >= 496
+        assert out.num_cached_tokens >= 56
         assert out.output_ids == greedy(reference, prompt).output_ids
 
     @pytest.mark.parametrize("program", ["prefill", "copy_pages", "decode"])
@@ -317,23 +302,16 @@ class TestPressure:
         prompt = make_prompt(60, number % 5)[: int(rng.integers(1, 61))]
         answers = []
         for _ in range(self.NUM_TURNS):
-            params = SamplingParams(temperature=0, max_new_tokens=int(rng.integers(1, 25)))
+            params = SamplingParams(temperature=0, max_new_tokens=int(rng.integers(1, 13)))
             answer = engine.generate_requests([prompt], params)[0].output_ids
             answers.append(answer)
-            more = rng.integers(0, MODEL.vocab_size, int(rng.integers(1, 12))).tolist()
+            more = rng.integers(0, TINY.vocab_size, int(rng.integers(1, 7))).tolist()
             prompt = [*prompt, *answer, *more]
         return answers
 
     def run(self, **options: Any) -> tuple[list[list[list[int]]], Any, int]:
-        pressure: dict[str, Any] = {
-            "page_size": 4,
-            "num_kv_tokens": 320,
-            "max_model_len": 256,
-            "init_new_token_ratio": 0.0,
-            "min_new_token_ratio": 0.0,
-            "chunked_prefill_size": 96,
-        }
-        with make_engine(**(pressure | options)) as engine:
+        pressure = {**CHUNKED, "init_new_token_ratio": 0.0, "min_new_token_ratio": 0.0}
+        with make_engine(**pressure, **options) as engine:
             evictions = count_evictions(engine)
             with ThreadPoolExecutor(self.NUM_THREADS) as pool:
                 talks = list(pool.map(lambda i: self.talk(engine, i), range(self.NUM_TALKS)))

@@ -16,6 +16,7 @@ from sgljax_engine.runner.compile.compiled import ProgramCache
 from sgljax_engine.runner.compile.memory import ProgramMemory
 from sgljax_engine.runner.runner import ModelRunner
 from tests.engine.models import TINY
+from tests.geometry import WIDE
 
 DEVICE_BYTES = 6_000_000
 
@@ -28,26 +29,25 @@ def folder(tmp_path, monkeypatch):
 
 
 def plan(fraction: float = 0.99, **options: Any) -> tuple[ModelRunner, Any]:
-    defaults = {"max_running_requests": 64, "max_model_len": 256, "page_size": 4}
-    config = EngineConfig.from_options(
-        defaults | {"mem_fraction_static": fraction, "attention_backend": "xla"} | options
-    )
+    config = EngineConfig.from_options({**WIDE, "mem_fraction_static": fraction, **options})
     return build_shapes(TINY, config, "float32", None, DEVICE_BYTES)
 
 
+@pytest.mark.slow
 def test_pages_take_what_programs_leave():
     """All memory is used but for what is rounded off, and all programs fit."""
     runner, report = plan()
     assert report.program_bytes > 0.05 * report.free_bytes
     taken = report.kv_bytes + report.program_bytes
     assert 0.9 * report.free_bytes <= taken <= report.free_bytes
-    assert runner.kv_memory.num_pages * 4 == report.kv_tokens
+    assert runner.kv_memory.num_pages * WIDE["page_size"] == report.kv_tokens
     for call in program_memory.largest(program_memory.warm_calls(runner, False, False)):
         compiled = runner.programs.compile_alone(call, runner.kv_memory.state(runner.weights))
         needed = ProgramMemory.of(compiled).extra_bytes
         assert report.kv_bytes + needed <= report.free_bytes, call.name
 
 
+@pytest.mark.slow
 def test_the_number_is_kept(folder, monkeypatch):
     _, first = plan()
     (kept,) = folder.iterdir()
@@ -66,7 +66,7 @@ def test_the_number_is_kept(folder, monkeypatch):
 
 def test_where_there_is_room_nothing_is_compiled(monkeypatch):
     monkeypatch.setattr(ProgramCache, "compile_alone", None)
-    for options in ({"fraction": 0.4}, {"num_kv_tokens": 1024}):
+    for options in ({"fraction": 0.4}, {"num_kv_tokens": 1024}):  # no engine
         _, report = plan(**options)
         assert report.program_bytes == 0
         assert report.kv_bytes < report.free_bytes / 2
@@ -74,7 +74,7 @@ def test_where_there_is_room_nothing_is_compiled(monkeypatch):
 
 def test_a_pool_that_leaves_programs_no_room_is_refused():
     _, report = plan()
-    tokens = report.free_bytes * report.kv_tokens // report.kv_bytes // 4 * 4
+    tokens = report.free_bytes * report.kv_tokens // report.kv_bytes // 16 * 16
     with pytest.raises(InvalidConfigError) as error:
         plan(num_kv_tokens=tokens)
     assert f"num_kv_tokens {tokens} takes" in str(error.value)

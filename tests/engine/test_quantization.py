@@ -25,14 +25,8 @@ from sgljax_engine.placement.shardings import is_quantized
 from sgljax_engine.weights.forms import Quantized
 from tests import inside
 from tests.engine.models import TINY, TINY_MOE, random_prompts, spread_weights
+from tests.geometry import SMALL
 
-FEW: dict[str, Any] = {
-    "max_running_requests": 8,
-    "batch_buckets": (8,),
-    "token_buckets": (256,),
-    "chunked_prefill_size": 256,
-}
-"""One program of each kind."""
 INT8: dict[str, Any] = {"quantization": "int8"}
 BACKENDS = {
     "native": {},
@@ -58,7 +52,7 @@ def rounded(model, weights):
 
 
 def scores(model, weights, **options):
-    with Engine(model_config=model, weights=weights, **FEW, **options) as engine:
+    with Engine(model_config=model, weights=weights, **SMALL, **options) as engine:
         params = SamplingParams(temperature=0.0, max_new_tokens=6, ignore_eos=True)
         outputs = [out.output_ids for out in engine.generate_requests(PROMPTS, [params] * 6)]
         return np.concatenate(engine.score(PROMPTS)), outputs
@@ -76,8 +70,8 @@ def _floats(is_tied):
 @pytest.mark.parametrize(
     ("is_tied", "backend"),
     [
-        (True, "native"),
-        pytest.param(False, "native", marks=pytest.mark.slow),
+        (False, "native"),
+        pytest.param(True, "native", marks=pytest.mark.slow),
         pytest.param(True, "xla", marks=pytest.mark.slow),
         pytest.param(False, "all_xla", marks=pytest.mark.slow),
     ],
@@ -93,10 +87,11 @@ def test_is_the_rounded_model(is_tied, backend):
     assert np.abs(plain - wanted).max() > 1e-3, "rounding shows"
 
 
+@pytest.mark.slow
 def test_updates_make_new_factors():
     weights = spread_weights()
     larger = {name: 3.0 * np.asarray(weight) for name, weight in weights.items()}
-    with Engine(model_config=TINY, weights=weights, **FEW, **INT8) as engine:
+    with Engine(model_config=TINY, weights=weights, **SMALL, **INT8) as engine:
         assert engine.find_differing_weights(weights) == []
         before = engine.get_weights_checksum()
         engine.update_weights(larger, verify=True)
@@ -145,7 +140,8 @@ def test_experts_are_refused():
 
 
 @pytest.mark.skipif(chain.unavailable() is not None, reason="no JIT-compiled CPU kernels here")
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_width_weights_and_keys(dtype):
     """Stored in the dtype, computed with in float32."""
     weights = {name: np.asarray(w, np.float32) for name, w in spread_weights().items()}
@@ -156,7 +152,7 @@ def test_half_width_weights_and_keys(dtype):
     found, _ = scores(TINY, weights, dtype=dtype)
     wanted, _ = scores(TINY, kept)  # score keeps keys in activations, which are float32
     np.testing.assert_allclose(found, wanted, atol=2e-5)
-    with Engine(model_config=TINY, weights=weights, dtype=dtype, **FEW) as engine:
+    with Engine(model_config=TINY, weights=weights, dtype=dtype, **SMALL) as engine:
         state = inside.runner(engine)
         assert {x.dtype.name for x in jax.tree.leaves(state.kv_memory.state({}).kv)} <= {dtype}
         params = SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True)

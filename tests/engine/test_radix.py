@@ -144,11 +144,24 @@ class RadixMachine(RuleBasedStateMachine):
         self.checked.finish()
 
 
-MACHINES = settings(max_examples=200, stateful_step_count=40, deadline=None, derandomize=True)
+class LongAllocatorMachine(AllocatorMachine):
+    """With more examples."""
+
+
+class LongRadixMachine(RadixMachine):
+    """With more examples."""
+
+
+LONG = settings(max_examples=200, stateful_step_count=40, deadline=None, derandomize=True)
+SHORT = settings(LONG, max_examples=40)
 TestAllocatorMachine = AllocatorMachine.TestCase
-TestAllocatorMachine.settings = MACHINES
+TestAllocatorMachine.settings = SHORT
 TestRadixMachine = RadixMachine.TestCase
-TestRadixMachine.settings = MACHINES
+TestRadixMachine.settings = SHORT
+TestLongAllocatorMachine = pytest.mark.slow(LongAllocatorMachine.TestCase)
+TestLongAllocatorMachine.settings = LONG
+TestLongRadixMachine = pytest.mark.slow(LongRadixMachine.TestCase)
+TestLongRadixMachine.settings = LONG
 
 
 def test_forty_thousand_random_operations():

@@ -14,18 +14,11 @@ import pytest
 from sgljax_engine import Engine, InvalidRequestError, WeightLoadError
 from sgljax_engine.observability.trace import Recorder
 from tests.engine.models import TINY, random_prompts, spread_weights
+from tests.geometry import SMALL
 from tests.threads import held
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
-OPTIONS: dict[str, Any] = {
-    "page_size": 4,
-    "max_running_requests": 4,
-    "decode_steps": 2,
-    "batch_buckets": (4,),
-    "chunked_prefill_size": 64,
-    "token_buckets": (64,),
-}
 GREEDY = {"temperature": 0, "max_new_tokens": 8}
 
 
@@ -59,9 +52,7 @@ def listener():
 
 @pytest.fixture(scope="module")
 def engine(listener):
-    with Engine(
-        model_config=TINY, weights=spread_weights(), progress=listener, **OPTIONS
-    ) as engine:
+    with Engine(model_config=TINY, weights=spread_weights(), progress=listener, **SMALL) as engine:
         yield engine
 
 
@@ -83,7 +74,7 @@ def test_loading_and_warm_up_are_told(engine, listener):
 def test_reading_a_folder_is_told_in_bytes(tmp_path):
     listener = Listener()
     folder = GOLDEN / "qwen3_mha_sharded"
-    with Engine(folder, dtype="float32", num_kv_tokens=64, max_model_len=32, progress=listener):
+    with Engine(folder, dtype="float32", progress=listener, **SMALL):
         total, unit, done = listener.of("read weights")
     assert unit == "B"
     assert 0.9 * total < done <= total  # the files hold their headers too
@@ -166,7 +157,7 @@ def test_the_rings_are_bounded(engine):
 
 def test_retractions_pauses_and_sleep_are_recorded(engine):
     engine.start_recording()
-    stream = engine.generate(None, GREEDY | {"max_new_tokens": 64}, [5, 6, 7], stream=True)
+    stream = engine.generate(None, GREEDY | {"max_new_tokens": 240}, [5, 6, 7], stream=True)
     next(stream)
     engine.pause_generation("retract")
     engine.pause_generation("in_place")  # changes the mode of the pause; it is one pause
@@ -245,4 +236,4 @@ def test_idle_rows_and_the_tail(engine):
     one = engine.get_internal_state().counters.since(before)
     assert one.row_s > 0
     assert one.tail_s == pytest.approx(one.prefill_s + one.decode_s)
-    assert one.idle_row_s / one.row_s == pytest.approx(OPTIONS["max_running_requests"] - 1)
+    assert one.idle_row_s / one.row_s == pytest.approx(SMALL["max_running_requests"] - 1)

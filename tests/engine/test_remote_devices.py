@@ -31,14 +31,13 @@ from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.remote_devices import remote_devices, remote_mesh, watched
 
 PROMPTS = random_prompts(4, 5, 30, seed=2)
-FEW: dict[str, Any] = {"token_buckets": (256,), "chunked_prefill_size": 256, "num_kv_tokens": 1024}
 PORTABLE = {"attention_backend": "xla_tiles", "linear_backend": "xla"}
 
 
 @pytest.fixture(scope="module")
 def expected():
     """Tokens of the first and of other weights, from an engine on a CPU of this process."""
-    with make_engine(**FEW, **PORTABLE) as engine:
+    with make_engine(**PORTABLE) as engine:
         first = tokens_of(engine.generate_requests(PROMPTS, LONG))
         engine.update_weights(spread_weights(seed=1))
         return first, tokens_of(engine.generate_requests(PROMPTS, LONG))
@@ -93,7 +92,7 @@ def test_serves_updates_sleeps_and_pauses(expected):
     with (
         watched(),
         small_copies(),
-        make_engine(weights=placed(mesh, 0), mesh=mesh, **FEW) as engine,
+        make_engine(weights=placed(mesh, 0), mesh=mesh) as engine,
     ):
         runner = inside.runner(engine)
         assert tokens_of(engine.generate_requests(PROMPTS, LONG)) == first
@@ -128,19 +127,20 @@ def test_serves_updates_sleeps_and_pauses(expected):
         assert_idle(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer", "engine_mesh"),
     [
         ({"shape": (2, 1), "first": 2}, (1, 2)),  # as in configs/qwen3_8b_pathways.yaml
-        ({"shape": (2, 1), "first": 1}, (1, 1)),
+        pytest.param({"shape": (2, 1), "first": 1}, (1, 1), marks=pytest.mark.soak),
         ({"shape": (3, 1), "first": 1}, (1, 2)),  # shares a device with it
-        ({"shape": (1, 1), "first": 3}, (1, 2)),
+        pytest.param({"shape": (1, 1), "first": 3}, (1, 2), marks=pytest.mark.soak),
     ],
 )
 def test_weights_of_a_trainer_on_other_devices(expected, trainer, engine_mesh):
     """They go from device to device, though cut up otherwise there."""
     source, mesh = remote_mesh(*trainer["shape"], first=trainer["first"]), remote_mesh(*engine_mesh)
-    with watched(), make_engine(weights=placed(source, 0), mesh=mesh, **FEW) as engine:
+    with watched(), make_engine(weights=placed(source, 0), mesh=mesh) as engine:
         for donate in (False, True):
             engine.update_weights(placed(source, 1), donate=donate, verify=True)
             assert tokens_of(engine.generate_requests(PROMPTS, LONG)) == expected[1]
@@ -148,17 +148,18 @@ def test_weights_of_a_trainer_on_other_devices(expected, trainer, engine_mesh):
         assert tokens_of(engine.generate_requests(PROMPTS, LONG)) == expected[0]
 
 
+@pytest.mark.slow
 def test_from_arrays_of_the_controller():
     """Weights that were loaded into this process go up; nothing comes down."""
-    with watched(), make_engine(mesh=remote_mesh(1, 1), **FEW) as engine:
+    with watched(), make_engine(mesh=remote_mesh(1, 1)) as engine:
         engine.update_weights(spread_weights(seed=1))
         engine.generate_requests(PROMPTS, SamplingParams(temperature=0, max_new_tokens=2))
 
 
 @pytest.mark.slow
 def test_deterministic_sampling_compares_bits_on_the_devices():
-    options = {"enable_deterministic_sampling": True, **FEW}
-    with watched(), make_engine(mesh=remote_mesh(1, 1), **options) as engine:
+    options = {"enable_deterministic_sampling": True, "mesh": remote_mesh(1, 1)}
+    with watched(), make_engine(**options) as engine:
         greedy = SamplingParams(temperature=0, max_new_tokens=4)
         outs = engine.generate_requests(PROMPTS, greedy)
         assert tokens_of(outs) == tokens_of(engine.generate_requests(PROMPTS, greedy))

@@ -26,6 +26,8 @@ from sgljax_engine.runner.kv import plan as memory
 from tests import inside
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.paged_cases import ragged_case, reference, spread
+from tests.geometry import SMALL
+from tests.tiers import tiered
 
 DEFAULT = AttentionOptions(scale=0.25)
 OPTIONS = {
@@ -93,7 +95,9 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(
-    ("shape", "options", "lanes"), spread(SHAPES, list(OPTIONS), [8, 16]), indirect=["lanes"]
+    ("shape", "options", "lanes"),
+    [((4, 8, 1, 16), "window-70", 8), *spread(SHAPES, list(OPTIONS), [8, 16], is_main=False)],
+    indirect=["lanes"],
 )
 @pytest.mark.usefixtures("lanes")
 def test_ragged_rows(shape, options):
@@ -110,6 +114,7 @@ def test_ragged_rows(shape, options):
     case.check(case.run(over_rows(200), options), options, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("lanes")
 @pytest.mark.parametrize(("num_rows", "lanes"), [(16, 8), (40, 16)], indirect=["lanes"])
 def test_tiles(num_rows):
@@ -121,6 +126,7 @@ def test_tiles(num_rows):
     case.check(case.run(over_rows(200), DEFAULT), DEFAULT, atol=2e-5)
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("lanes")
 @pytest.mark.parametrize("lanes", [16], indirect=True)
 def test_bfloat16():
@@ -136,6 +142,7 @@ def test_bfloat16():
     case.check(case.run(over_rows(160), DEFAULT), DEFAULT, atol=2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("lanes")
 @pytest.mark.parametrize("lanes", [8], indirect=True)
 def test_new_tokens_join_the_copied_ones():
@@ -204,7 +211,7 @@ class TestSharing:
         found = shared_keys(jnp.asarray(tables), jnp.asarray(lens, jnp.int32), self.PAGE)
         assert found.tolist() == expected
 
-    @pytest.mark.parametrize("page_size", [1, 24, 64, 128])
+    @pytest.mark.parametrize("page_size", tiered([1, 24, 64, 128], [24]))
     def test_shared_keys_of_any_page_size(self, page_size):
         count = 256 // page_size + 1
         table = jnp.arange(4 * count, dtype=jnp.int32).reshape(4, count)
@@ -216,7 +223,7 @@ class TestSharing:
     @pytest.mark.usefixtures("lanes")
     @pytest.mark.parametrize(
         ("options", "num_rows", "lanes"),
-        spread(list(OPTIONS), [4, 8, 24], [8, 16]),
+        spread(list(OPTIONS), [4, 8, 24], [8, 16], is_main=False),
         indirect=["lanes"],
     )
     def test_same_bits_as_without(self, options, num_rows):
@@ -267,11 +274,7 @@ class TestEngine:
             weights=spread_weights(),
             attention_backend=backend,
             linear_backend="xla",
-            max_running_requests=8,
-            batch_buckets=(8,),
-            token_buckets=(256,),
-            chunked_prefill_size=256,
-            page_size=4,
+            **SMALL,
         ) as engine:
             outputs = engine.generate_requests(prompts, params)
             assert bool(engine.get_internal_state().memory.contiguous_kv_bytes) == (
@@ -288,6 +291,7 @@ class TestEngine:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
+            # no engine takes a step
             ({"max_running_requests": 512}, r"'xla_rows' takes \d+ bytes for 512 rows of 256"),
             ({}, rf"needs a head_dim that is a multiple of {contiguous_kv.LANES}, got 4"),
         ],
@@ -296,7 +300,7 @@ class TestEngine:
         """Refused when asked for by name; "auto" reads pages instead."""
         monkeypatch.setattr(memory, "free_bytes", lambda _: FREE_BYTES)
         model = TINY if options else dataclasses.replace(TINY, head_dim=4)
-        arguments = {
+        arguments = {  # no engine takes a step
             "model_config": model,
             "weights": spread_weights(model),
             "num_kv_tokens": 1024,
@@ -308,6 +312,7 @@ class TestEngine:
             assert engine.get_internal_state().memory.contiguous_kv_bytes == 0
             assert inside.runner(engine).kv_memory.contiguous_kv == ()
 
+    @pytest.mark.slow
     def test_rows_are_allocated_once(self):
         """Every dispatch hands the same memory back."""
         params = SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True)
@@ -315,8 +320,8 @@ class TestEngine:
             model_config=TINY,
             weights=spread_weights(),
             attention_backend="xla_rows",
-            max_running_requests=8,
-            decode_steps=1,
+            linear_backend="xla",
+            **SMALL,
         ) as engine:
             runner = inside.runner(engine)
 

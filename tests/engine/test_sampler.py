@@ -18,9 +18,10 @@ from sgljax_engine.sampling.sampler import SamplingBatch, sample
 from sgljax_engine.sampling_params import MAX_STOP_TOKEN_IDS
 from tests.engine.sampler_cases import SAMPLERS, patched
 from tests.engine.sampling_reference import distribution
+from tests.tiers import tiered
 
 
-@pytest.fixture(scope="module", params=SAMPLERS)
+@pytest.fixture(scope="module", params=tiered(SAMPLERS, ["native"]))
 def backend(request):
     yield from patched(sys.modules[__name__], request.param)
 
@@ -109,6 +110,7 @@ def test_a_race_of_a_filtered_real_vocabulary():
         assert (weights[np.arange(batch_size), tokens] > 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", [0.3, 2.0, 6.0], ids=["flat", "long-tailed", "peaked"])
 def test_rounding_errors_change_no_draw(spread):
     """Among 1024 draws from 32,768 tokens, inverting the distribution changes 1 to 3."""
@@ -125,13 +127,10 @@ def test_rounding_errors_change_no_draw(spread):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("vocab", "num_shards"),
-    [
-        (8 * 151, 2),
-        pytest.param(8 * 37, 8, marks=pytest.mark.slow),
-        pytest.param(4096, 8, marks=pytest.mark.slow),
-    ],
+    [(8 * 151, 2), (8 * 37, 8), pytest.param(4096, 8, marks=pytest.mark.soak)],
 )
 def test_shards_of_the_vocabulary_change_no_token(vocab, num_shards):
     """Blocks and groups begin anew in each shard, so that padding lies between them."""
@@ -155,8 +154,8 @@ def test_shards_of_the_vocabulary_change_no_token(vocab, num_shards):
 @both
 @pytest.mark.parametrize("top_p", [1e-50, 1e-40, 1e-30])
 def test_tiny_top_p_is_greedy(top_p):
-    logits = jnp.asarray(np.random.default_rng(4).normal(0, 1, (8, 300)).astype(np.float32))
-    rows = batch(8, 300, top_p=top_p)
+    logits = jnp.asarray(np.random.default_rng(4).normal(0, 1, (8, 1000)).astype(np.float32))
+    rows = batch(8, 1000, top_p=top_p)
     tokens = np.asarray(jax.jit(sample)(logits, rows, jnp.int32(0)).token)
     np.testing.assert_array_equal(tokens, np.asarray(logits).argmax(-1))
 
@@ -177,9 +176,9 @@ def test_draws_follow_the_distribution():
 
 @both
 def test_logprobs_match_float64():
-    logits = np.random.default_rng(1).normal(0, 4, (8, 500)).astype(np.float32)
+    logits = np.random.default_rng(1).normal(0, 4, (8, 1000)).astype(np.float32)
     temperature = np.array([1.0, 0.7, 0.0, 2.0] * 2, np.float32)
-    rows = batch(8, 500, temperature=temperature)
+    rows = batch(8, 1000, temperature=temperature)
     out = jax.jit(sample)(jnp.asarray(logits), rows, jnp.int32(0))
     tokens = np.asarray(out.token)
 
@@ -202,13 +201,13 @@ def test_logprobs_match_float64():
 
 @both
 def test_draw_depends_on_seed_and_step_only():
-    logits = jnp.asarray(np.random.default_rng(2).normal(0, 1, (4, 1000)).astype(np.float32))
-    rows, draw = batch(4, 1000), jax.jit(sample)
+    logits = jnp.asarray(np.random.default_rng(2).normal(0, 1, (8, 1000)).astype(np.float32))
+    rows, draw = batch(8, 1000), jax.jit(sample)
     first = np.asarray(draw(logits, rows, jnp.int32(0)).token)
     np.testing.assert_array_equal(first, draw(logits, rows, jnp.int32(0)).token)
     later = np.asarray(draw(logits, rows, jnp.int32(5)).token)
     assert (first != later).any()
-    shifted = rows._replace(step=np.full(4, 5, np.int32))
+    shifted = rows._replace(step=np.full(8, 5, np.int32))
     np.testing.assert_array_equal(later, draw(logits, shifted, jnp.int32(0)).token)
     # The same row with other batch mates.
     alone = jax.tree.map(lambda field: field[2:3], rows)
@@ -217,10 +216,10 @@ def test_draw_depends_on_seed_and_step_only():
 
 @both
 def test_greedy_rows_ignore_filters_and_seed():
-    logits = jnp.asarray(np.random.default_rng(3).normal(0, 1, (4, 99)).astype(np.float32))
-    rows = batch(4, 99, temperature=[0, 1, 0, 1], top_k=5, top_p=0.5)
+    logits = jnp.asarray(np.random.default_rng(3).normal(0, 1, (8, 1000)).astype(np.float32))
+    rows = batch(8, 1000, temperature=[0, 1] * 4, top_k=5, top_p=0.5)
     tokens = np.asarray(jax.jit(sample)(logits, rows, jnp.int32(3)).token)
-    np.testing.assert_array_equal(tokens[[0, 2]], np.asarray(logits).argmax(-1)[[0, 2]])
+    np.testing.assert_array_equal(tokens[::2], np.asarray(logits).argmax(-1)[::2])
 
 
 @both
@@ -268,10 +267,16 @@ def test_a_token_has_one_logprob(vocab):
 
 @pytest.mark.parametrize("backend", ["native"], indirect=True)
 @pytest.mark.parametrize(
-    "vocab",
-    [pytest.param(7, marks=pytest.mark.slow), pytest.param(130, marks=pytest.mark.slow), 5000],
+    ("vocab", "counts"),
+    [
+        (5000, (1, 33)),
+        *(
+            pytest.param(vocab, (1, 2, 3, 5, 8, 17, 33), marks=pytest.mark.slow)
+            for vocab in (7, 130, 5000)
+        ),
+    ],
 )
-def test_a_row_has_the_same_bits_in_any_batch(vocab, backend):
+def test_a_row_has_the_same_bits_in_any_batch(vocab, counts, backend):
     """Tests the JIT-compiled kernels, with filters of every kind beside each other."""
     assert backend == "native"
     rng = np.random.default_rng(vocab)
@@ -285,7 +290,7 @@ def test_a_row_has_the_same_bits_in_any_batch(vocab, backend):
         min_p=rng.choice([0.0, 0.05], 64),
     )
     together = jax.jit(sample)(logits, rows, jnp.int32(3))
-    for count in (1, 2, 3, 5, 8, 17, 33):
+    for count in counts:
         some = rng.permutation(64)[:count]
         part = jax.tree.map(lambda field, some=some: field[some], rows)
         alone = jax.jit(sample)(logits[some], part, jnp.int32(3))

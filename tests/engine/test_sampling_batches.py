@@ -12,6 +12,7 @@ from sgljax_engine import CompileForbiddenError, Engine, SamplingParams
 from tests.compilation import recorded_programs
 from tests.engine.models import TINY, random_prompts, spread_weights, with_eos
 from tests.engine.sampling_reference import adjust, distribution, forward, log_softmax
+from tests.geometry import CHUNKED, SMALL, WIDE
 
 EOS = 17
 MODEL = with_eos(TINY, EOS)
@@ -32,14 +33,7 @@ FULL = SamplingParams(
 
 
 def make_engine(**given: Any) -> Engine:
-    options: dict[str, Any] = {
-        "page_size": 4,
-        "max_running_requests": 8,
-        "batch_buckets": (8,),
-        "chunked_prefill_size": 256,
-        "token_buckets": (256,),
-    }
-    return Engine(model_config=MODEL, weights=WEIGHTS, **(options | given))
+    return Engine(model_config=MODEL, weights=WEIGHTS, **{**SMALL, **given})
 
 
 def seeded_requests() -> tuple[list[list[int]], list[SamplingParams]]:
@@ -59,7 +53,8 @@ def seeded_requests() -> tuple[list[list[int]], list[SamplingParams]]:
 @pytest.fixture(scope="module")
 def alone():
     """Each request alone in an engine that decodes one step a dispatch."""
-    with make_engine(decode_steps=1, disable_radix_cache=True, page_size=16) as engine:
+    with make_engine(max_dispatch_s=1e-9, disable_radix_cache=True) as engine:
+        engine.generate(input_ids=[1], sampling_params={"max_new_tokens": 9})  # a step's time
         return [
             engine.generate_requests([prompt], params)[0]
             for prompt, params in zip(*seeded_requests(), strict=True)
@@ -77,20 +72,14 @@ def assert_same(outs, expected):
 
 
 class TestCompany:
-    CONFIGURATIONS = (
-        {"decode_steps": 16},
-        {
-            "decode_steps": 4,
-            "page_size": 1,
-            "batch_buckets": (32,),
-            "chunked_prefill_size": 16,
-            "max_running_requests": 3,
-            "disable_radix_cache": True,
-        },
-    )
-
     @pytest.mark.parametrize(
-        "options", [CONFIGURATIONS[0], pytest.param(CONFIGURATIONS[1], marks=pytest.mark.slow)]
+        "options",
+        [
+            {},
+            pytest.param(WIDE, marks=pytest.mark.slow),
+            pytest.param({**CHUNKED, "disable_radix_cache": True}, marks=pytest.mark.slow),
+        ],
+        ids=["small", "wide", "chunked"],
     )
     def test_output_does_not_depend_on_company_or_configuration(self, alone, options):
         """Also one step a dispatch against many: penalties go on across their border."""
@@ -105,20 +94,19 @@ class TestCompany:
             )
             assert_same(outs[:3:-1], alone)
 
+    @pytest.mark.slow
     def test_penalties_and_draws_survive_retraction(self, alone):
-        with make_engine(
-            decode_steps=4, num_kv_tokens=96, init_new_token_ratio=0.0, min_new_token_ratio=0.0
-        ) as engine:
+        options = {**CHUNKED, "init_new_token_ratio": 0.0, "min_new_token_ratio": 0.0}
+        with make_engine(**options) as engine:
             outs = engine.generate_requests(*seeded_requests())
             state = engine.get_internal_state()
         assert state.counters.num_retractions > 0
         assert any(out.num_retractions and out.output_ids for out in outs)
         assert_same(outs, alone)
 
-    @pytest.mark.slow
     def test_the_settings_matter(self, alone):
         """Guards the tests above: without its options a request draws something else."""
-        with make_engine(decode_steps=16) as engine:
+        with make_engine() as engine:
             prompts, params = seeded_requests()
             plain = [
                 SamplingParams(temperature=p.temperature, seed=p.seed, max_new_tokens=40)
@@ -134,13 +122,7 @@ LARGE = dataclasses.replace(MODEL, vocab_size=600, context_length=512)
 
 @pytest.fixture(scope="module")
 def large():
-    with Engine(
-        model_config=LARGE,
-        weights=spread_weights(LARGE),
-        max_running_requests=4,
-        batch_buckets=(4,),
-        decode_steps=16,
-    ) as engine:
+    with Engine(model_config=LARGE, weights=spread_weights(LARGE), **SMALL) as engine:
         yield engine
 
 
@@ -174,6 +156,7 @@ class TestWidths:
         alone = large.generate_requests(prompts[1:], params)[0]
         assert alone.output_ids == outs[1].output_ids
 
+    @pytest.mark.slow
     def test_long_bias_and_bad_lists(self, large):
         """Raw log-probs of the whole vocabulary fix the logits up to a constant."""
         bias = {token: 3.0 * np.sin(token) for token in range(0, 600, 2)}
@@ -203,7 +186,7 @@ class TestWidths:
 
 class TestCompilation:
     def test_warmup_may_be_extended(self):
-        with make_engine(forbid_compile=True, chunked_prefill_size=64) as engine:
+        with make_engine(forbid_compile=True) as engine:
             engine.warmup()
             assert engine.warmup(include_table=True) > 0
             assert engine.generate(input_ids=[1], sampling_params=FULL)
@@ -212,7 +195,7 @@ class TestCompilation:
                 engine.score([[1, 2, 3]])
 
     def test_after_warmup_with_the_table_nothing_compiles(self):
-        with make_engine(forbid_compile=True, chunked_prefill_size=64, decode_steps=4) as engine:
+        with make_engine(forbid_compile=True) as engine:
             # Prefill, copies, pages out and in, decode without a table and with one of 64 or 128.
             assert engine.warmup(include_table=True) == 4 + 1 + 2
             assert engine.warmup(include_table=True) == 0
@@ -230,7 +213,7 @@ class TestCompilation:
         ],
     )
     def test_what_was_not_warmed_up_is_refused_and_harms_nobody(self, request_of, match):
-        with make_engine(forbid_compile=True, chunked_prefill_size=64) as engine:
+        with make_engine(forbid_compile=True) as engine:
             engine.warmup()
             mate = engine.generate(
                 input_ids=[7],

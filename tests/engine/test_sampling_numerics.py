@@ -19,6 +19,7 @@ from sgljax_engine.sampling.table import adjust_logits, record
 from sgljax_engine.types import LogitEdits, Request
 from tests.engine.sampler_cases import SAMPLERS, patched
 from tests.engine.sampling_reference import adjust, distribution, log_softmax
+from tests.tiers import tiered
 
 VOCAB = 97
 STOP_IDS = (11, 30)
@@ -162,7 +163,7 @@ class TestRecord:
                     each.output_ids.append(int(tokens[row]))
         logits = some_logits(4, VOCAB, seed=2)
         sampling = build_sampling_batch(rows, 4)
-        got = adjust_logits(jnp.asarray(logits), table, sampling.stop_ids, sampling.step)
+        got = jax.jit(adjust_logits)(logits, table, sampling.stop_ids, sampling.step)
         for row, each in enumerate(rows):
             expected = adjust(logits[row], each.params, each.prompt_ids, each.output_ids, STOP_IDS)
             np.testing.assert_allclose(got[row], expected, rtol=1e-6, atol=1e-5)
@@ -232,7 +233,7 @@ def small_logits():
     return logits
 
 
-@pytest.fixture(scope="module", params=SAMPLERS)
+@pytest.fixture(scope="module", params=tiered(SAMPLERS, ["native"]))
 def backend(request):
     yield from patched(sys.modules[__name__], request.param)
 
@@ -342,7 +343,7 @@ class TestLogprobs:
         logits = some_logits(16, VOCAB, seed=4)
         made = [request(params, seed=i) for i in range(16)]
         adjusted, _, rows = device_adjusted(logits, made)
-        out = sample(jnp.asarray(logits), rows, jnp.int32(0), adjusted)
+        out = jax.jit(sample)(jnp.asarray(logits), rows, jnp.int32(0), adjusted)
         scale = temperature or 1.0
         for row in range(16):
             token = int(out.token[row])
@@ -375,8 +376,15 @@ def test_random_numbers_are_those_of_jax():
     rng = np.random.default_rng(0)
     seeds = jnp.asarray(rng.integers(0, 2**32, (200, 2), np.uint32))
     steps = jnp.asarray(rng.integers(0, 2**31, 200, np.int32))
-    keys = jax.vmap(key_of)(seeds, steps)
-    bits = jax.vmap(lambda key: jax.random.bits(key, (37,), jnp.uint32))(keys)
-    np.testing.assert_array_equal(race.random_bits(seeds, steps, 37), bits)
-    numbers = jax.vmap(lambda key: jax.random.uniform(key, dtype=jnp.float32))(keys)
-    np.testing.assert_array_equal(race.uniform(seeds, steps), numbers + 2.0**-24)
+
+    @jax.jit
+    def expected(seeds: jax.Array, steps: jax.Array) -> tuple[jax.Array, jax.Array]:
+        keys = jax.vmap(key_of)(seeds, steps)
+        bits = jax.vmap(lambda key: jax.random.bits(key, (37,), jnp.uint32))(keys)
+        return bits, jax.vmap(lambda key: jax.random.uniform(key, dtype=jnp.float32))(keys)
+
+    bits, numbers = expected(seeds, steps)
+    found = jax.jit(race.random_bits, static_argnums=2)(seeds, steps, 37)
+    np.testing.assert_array_equal(found, bits)
+    found = jax.jit(race.uniform)(seeds, steps)
+    np.testing.assert_array_equal(found, np.asarray(numbers) + np.float32(2.0**-24))

@@ -14,6 +14,7 @@ import pytest
 from sgljax_engine import FOREIGN_FIELDS, Engine, InvalidRequestError, SamplingParams
 from tests.engine.models import TINY, random_prompts, spread_weights, with_eos
 from tests.engine.sampling_reference import adjust, distribution, forward, log_softmax
+from tests.geometry import SMALL
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3_gqa_tied"
 EOS = 1
@@ -32,13 +33,7 @@ allowed_token_ids extra_args bad_words _bad_words_token_ids max_new_tokens min_n
 
 
 def make_engine(**given: Any) -> Engine:
-    options: dict[str, Any] = {
-        "page_size": 4,
-        "max_running_requests": 8,
-        "batch_buckets": (8,),
-        "decode_steps": 4,
-    }
-    return Engine(model_config=MODEL, weights=WEIGHTS, **(options | given))
+    return Engine(model_config=MODEL, weights=WEIGHTS, **{**SMALL, **given})
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +44,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def text_engine():
-    with Engine(GOLDEN, page_size=4, max_running_requests=4, batch_buckets=(4,)) as engine:
+    with Engine(GOLDEN, **SMALL) as engine:
         yield engine
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from sgljax_engine import Engine, InvalidConfigError, SamplingParams, ScaleConfig
 from tests.engine.models import TINY, random_prompts, spread_weights
+from tests.geometry import SMALL
+from tests.tiers import tiered
 
 TIED = {
     architecture: dataclasses.replace(
@@ -20,16 +22,16 @@ FACTOR = TINY.hidden_size**0.5
 
 
 def sample(backend, model, weights):
-    with Engine(
-        model_config=model, weights=weights, max_running_requests=4, attention_backend=backend
-    ) as engine:
+    with Engine(model_config=model, weights=weights, attention_backend=backend, **SMALL) as engine:
         params = SamplingParams(max_new_tokens=12, temperature=0.0)
         outputs = engine.generate_requests(random_prompts(3, 5, 20), params)
     return [output.output_ids for output in outputs], [output.logprobs for output in outputs]
 
 
-@pytest.mark.parametrize("backend", ["auto", "xla"])
-@pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "Gemma4ForCausalLM"])
+@pytest.mark.parametrize("backend", ["auto", pytest.param("xla", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "architecture", tiered(["Gemma3ForCausalLM", "Gemma4ForCausalLM"], ["Gemma3ForCausalLM"])
+)
 def test_factors_may_be_in_the_weights(architecture, backend):
     model = TIED[architecture]
     weights = spread_weights(model)

@@ -10,6 +10,7 @@ from sgljax_engine.runner.batches.packing import pack_scores
 from tests.engine.exactness_checks import check_scaled_logprobs
 from tests.engine.interrupts import make_engine
 from tests.engine.models import TINY, random_prompts
+from tests.geometry import CHUNKED
 
 BLOCK = 4
 
@@ -158,8 +159,6 @@ class TestSameBits:
                 for index in order:
                     (alone,) = engine.score([sequences[index]])
                     np.testing.assert_array_equal(alone, together[index])
-        with make_engine(
-            enable_deterministic_sampling=True, chunked_prefill_size=160, page_size=4
-        ) as other:
+        with make_engine(enable_deterministic_sampling=True, **CHUNKED) as other:
             for ours, theirs in zip(other.score(sequences), together, strict=True):
                 np.testing.assert_array_equal(ours, theirs)

@@ -26,13 +26,13 @@ from tests.threads import LIMIT_S, start, take_steps
 
 PROMPTS = random_prompts(4, 5, 30, seed=2)
 BOTH = ("weights", "kv_cache")
-ERRORS = [RuntimeError, MemoryError]
 
 
 @pytest.fixture(scope="module")
-def shared():
-    """Pages move in chunks of four."""
-    with small_copies(), make_engine(attention_backend="xla_rows") as engine:
+def shared(request):
+    """Pages move in chunks of four. Its parameter is an attention backend."""
+    backend = getattr(request, "param", "auto")
+    with small_copies(), make_engine(attention_backend=backend) as engine:
         engine.warmup()
         assert inside.runner(engine).kv_memory.pages_per_copy == 4
         yield engine
@@ -115,15 +115,14 @@ def look(engine):
 
 
 class TestSleep:
-    @pytest.mark.parametrize("error", ERRORS)
     @pytest.mark.parametrize(
-        ("name", "k", "preserve_state", "level"),
+        ("name", "k", "preserve_state", "level", "error"),
         [
-            ("to_host", 1, False, 1),  # weights
-            ("to_host", 1, True, 2),
-            ("to_host", 2, True, 1),  # the first chunk of pages
-            ("to_host", 5, True, 2),
-            ("chunk_ids", 1, True, 1),
+            ("to_host", 1, False, 1, RuntimeError),  # weights
+            ("to_host", 1, True, 2, MemoryError),
+            ("to_host", 2, True, 1, RuntimeError),  # the first chunk of pages
+            ("to_host", 5, True, 2, MemoryError),
+            ("chunk_ids", 1, True, 1, RuntimeError),
         ],
     )
     def test_leaves_the_engine_awake(
@@ -167,19 +166,22 @@ class TestSleep:
 
 
 class TestWakeUp:
-    @pytest.mark.parametrize("error", ERRORS)
     @pytest.mark.parametrize("tags", [None, ["weights"], ["kv_cache"]])
     @pytest.mark.parametrize(
-        ("name", "k"),
+        ("shared", "name", "k", "error"),
         [
-            ("to_device", 1),
-            ("to_device", 2),
-            ("to_device", 6),
-            ("allocate_kv_pages", 1),
-            ("allocate_contiguous_kv", 1),
-            ("run", 1),
-            ("run", 4),
+            ("auto", "to_device", 1, RuntimeError),
+            ("auto", "to_device", 2, MemoryError),
+            ("auto", "to_device", 6, RuntimeError),
+            ("auto", "allocate_kv_pages", 1, MemoryError),
+            ("auto", "run", 1, RuntimeError),
+            ("auto", "run", 4, MemoryError),
+            # Only portable backends have contiguous KV.
+            pytest.param(
+                "xla_rows", "allocate_contiguous_kv", 1, RuntimeError, marks=pytest.mark.slow
+            ),
         ],
+        indirect=["shared"],
     )
     def test_sleeps_on_and_can_be_tried_again(
         self, engine, expected, monkeypatch, plant, name, k, tags, error

@@ -172,6 +172,22 @@ class TestUpdateAsleep:
         assert late.num_cached_tokens == 0
         assert late.output_ids == reference.generate_requests([PROMPTS[0]], SHORT)[0].output_ids
 
+    @pytest.mark.parametrize("level", [1, 2])
+    def test_new_weights_go_to_sleep_beside_a_kv_cache_that_sleeps(
+        self, engine, reference, level, caplog
+    ):
+        """As a trainer does that updates an engine while it needs the device itself."""
+        freed, memory = engine.sleep(level), device_bytes()
+        engine.update_weights(NEW)
+        assert engine.get_internal_state().asleep == ("kv_cache",)
+        assert engine.sleep() == engine.get_internal_state().memory.weights_bytes
+        assert engine.get_internal_state().asleep == BOTH
+        wait_until(engine, lambda _: device_bytes() == memory)
+        assert engine.wake_up() == freed
+        assert not caplog.records
+        found = tokens_of(engine.generate_requests(PROMPTS, LONG))
+        assert found == tokens_of(reference.generate_requests(PROMPTS, LONG))
+
     def test_with_the_same_weights_in_place_changes_nothing(self, engine, expected):
         calls = start_all(engine, PROMPTS)
         engine.sleep(2, preserve_state=True)

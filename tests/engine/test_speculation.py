@@ -42,16 +42,11 @@ from tests.engine.models import (
     with_eos,
 )
 from tests.engine.stepping import SteppedEngine
+from tests.geometry import SMALL, WIDE
 from tests.threads import LIMIT_S, start
 
 OPTIONS: dict[str, Any] = {
-    "max_running_requests": 2,
-    "batch_buckets": (2,),
-    "num_kv_tokens": 1024,
-    "max_model_len": 128,
-    "token_buckets": (64,),
-    "chunked_prefill_size": 64,
-    "decode_steps": 8,
+    **SMALL,
     "speculation": "always",
     "speculative_num_draft_tokens": 3,
 }
@@ -109,11 +104,11 @@ native = pytest.mark.skipif(target.unavailable() is not None, reason="no JIT-com
     [
         pytest.param(SHARED_KEYS, {}, marks=pytest.mark.soak),
         pytest.param(TINY_MOE, {"enable_return_routed_experts": True}, marks=pytest.mark.soak),
-        (test_window_pages.MODEL, {"page_size": 4, "max_model_len": 512}),
+        (test_window_pages.MODEL, {}),
         pytest.param(
             TINY, {"quantization": "int8", "disable_radix_cache": True}, marks=pytest.mark.soak
         ),
-        (TINY, {"dtype": "bfloat16", "page_size": 1}),
+        (TINY, {"dtype": "bfloat16"}),
     ],
     ids=["shared keys", "experts", "windows", "int8", "bfloat16"],
 )
@@ -139,7 +134,7 @@ def test_models(model, options):
 @native
 def test_adapters_by_request():
     """Each request has its own; history of another adapter is only a draft."""
-    options = {"max_loras": 2, "max_lora_rank": 4, "max_running_requests": 4}
+    options = {"max_loras": 2, "max_lora_rank": 4}
     found = {}
     for mode in ("off", "always"):
         with test_adapters.make_engine(**options, speculation=mode) as engine:
@@ -166,7 +161,7 @@ def test_a_checkpoint(tmp_path):
     """Restored requests go on with the same tokens; their drafts are found anew."""
     with make(speculation="off") as engine:
         expected = {o.rid: o.output_ids for o in engine.generate_requests(PROMPTS, PARAMS)}
-    with make(decode_steps=2) as saving:
+    with make() as saving:
         call = start(lambda: saving.generate_requests(PROMPTS, PARAMS))
         wait_until(saving, lambda state: state.counters.num_output_tokens >= 10)
         saving.pause_generation("in_place")
@@ -251,8 +246,7 @@ def test_frequencies():
     ]
     found = {}
     for mode, seeds in (("off", params[:count]), ("always", params[count:])):
-        options: dict[str, Any] = {"max_running_requests": 8, "batch_buckets": (8,)}
-        with using("portable"), make(model, speculation=mode, **options) as engine:
+        with using("portable"), make(model, speculation=mode) as engine:
             outputs = engine.generate_requests([prompt] * count, seeds)
             found[mode] = Counter(tuple(o.output_ids) for o in outputs)
             counters = counters_of(engine)
@@ -275,7 +269,7 @@ def test_nothing_is_compiled_after_warm_up():
     with make(speculation="auto", forbid_compile=True) as engine:
         assert engine.warmup(include_table=True) > 0
         num_compiles = engine.get_internal_state().num_compiles
-        assert 2 in speculator_of(engine).costs
+        assert 8 in speculator_of(engine).costs
         for _ in range(2):
             engine.generate_requests(PROMPTS, PARAMS)
             penalties = dataclasses.replace(PARAMS[1], repetition_penalty=1.2)
@@ -301,10 +295,13 @@ def test_nothing_is_compiled_after_warm_up():
 def test_measuring_changes_no_page(backend, model):
     """Though it takes steps, on pages that may be in use."""
     with using(backend):
-        options: dict[str, Any] = {"num_kv_tokens": 128, "page_size": 4, "speculation": "auto"}
-        options["speculative_num_draft_tokens"] = 1
-        options["enable_return_routed_experts"] = model.moe is not None
-        engine = SteppedEngine(model, **OPTIONS | options)
+        engine = SteppedEngine(
+            model,
+            **SMALL,
+            speculation="auto",
+            speculative_num_draft_tokens=1,
+            enable_return_routed_experts=model.moe is not None,
+        )
         runner = engine.core.runner
         rng, kv_memory = np.random.default_rng(0), runner.kv_memory
         kv_memory.take()
@@ -312,7 +309,7 @@ def test_measuring_changes_no_page(backend, model):
             lambda x: jnp.asarray(rng.integers(1, 9, x.shape), x.dtype), kv_memory.kv
         )
         before = jax.device_get(kv_memory.kv)
-        costs = measure_costs(runner, 2)
+        costs = measure_costs(runner, 8)
         assert 0 < costs.plain <= costs.widths[0]
         jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(kv_memory.kv))
 
@@ -338,21 +335,21 @@ class TestPolicy:
         engine = SteppedEngine(TINY, **OPTIONS | {"speculation": "auto"})
         speculator = engine.core._speculator
         assert speculator is not None
-        engine.core.runner.costs.put(2, self.costs(engine, wide))
+        engine.core.runner.costs.put(8, self.costs(engine, wide))
         self.planned = []
         plan = speculator.plan
 
         def noted(requests: Any) -> Any:
             found = plan(requests)
             self.planned.append(found is not None)
-            engine.core.runner.costs.put(2, self.costs(engine, wide))  # as if they stayed
+            engine.core.runner.costs.put(8, self.costs(engine, wide))  # as if they stayed
             return found
 
         speculator.plan = noted
         return engine
 
     def costs(self, engine: SteppedEngine, wide: float) -> StepCosts:
-        tokens = engine.core.runner.verify_widths(2)
+        tokens = engine.core.runner.verify_widths(8)
         return StepCosts(1.0, (1.0, *(wide for _ in tokens[1:])), tokens)
 
     def run(self, engine: SteppedEngine, params: SamplingParams) -> Any:
@@ -420,7 +417,7 @@ def test_false_is_off():
 
 def test_large_batches_have_no_drafts():
     """None of the programs: speculation is as if it were off."""
-    with make(max_running_requests=64, batch_buckets=(64,), num_kv_tokens=8192) as engine:
+    with make(**WIDE) as engine:
         assert speculator_of(engine) is None
         engine.generate_requests(PROMPTS, PARAMS)
         assert counters_of(engine).num_verify_steps == 0

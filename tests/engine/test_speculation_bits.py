@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,21 +23,13 @@ from tests.engine.determinism_cases import (
     using,
 )
 from tests.engine.models import spread_weights
+from tests.geometry import SMALL
 
 REQUESTS = requests(200, MODEL.vocab_size)
 PLAIN = [each for each in REQUESTS if not each.params.changes_logits and not each.top_logprobs]
 """They need one program of each kind."""
 
-OPTIONS: dict[str, Any] = {
-    "page_size": 16,
-    "num_kv_tokens": 4096,
-    "batch_buckets": (4,),
-    "max_running_requests": 4,
-    "token_buckets": (256,),
-    "chunked_prefill_size": 256,
-    "decode_steps": 16,
-    "speculation": "always",
-}
+OPTIONS: dict[str, Any] = {**SMALL, "speculation": "always"}
 
 
 @pytest.fixture(scope="module")
@@ -53,21 +44,18 @@ BOTH = pytest.mark.parametrize(
 )
 
 
-@functools.cache
-def _expected(backend: str) -> list[Bits]:
+def without_drafts(asked: Sequence[Asked]) -> list[Bits]:
+    """The bits of requests that an engine without speculation gives."""
     with make_engine(OPTIONS | {"speculation": "off"}) as engine:
-        return run(engine, REQUESTS, Way({}))
+        return run(engine, asked, Way({}))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def expected(backend):
-    """The bits of requests, without drafts."""
-
-    def bits(asked: Sequence[Asked]) -> list[Bits]:
-        places = [REQUESTS.index(each) for each in asked]
-        return [_expected(backend)[place] for place in places]
-
-    return bits
+    """The bits of some of `PLAIN`, without drafts."""
+    del backend
+    known = without_drafts(PLAIN)
+    return lambda asked: [known[PLAIN.index(each)] for each in asked]
 
 
 def run_twice(expected: Any, asked: Sequence[Asked], **options: Any) -> EngineCounters:
@@ -78,13 +66,13 @@ def run_twice(expected: Any, asked: Sequence[Asked], **options: Any) -> EngineCo
         return engine.get_internal_state().counters
 
 
+@pytest.mark.slow
 @BOTH
 def test_some_requests(backend):
     """Takes settings that need no further programs, so that it is fast."""
     del backend
     few, options = PLAIN[:12], {"speculative_num_draft_tokens": 3}
-    with make_engine(OPTIONS | {"speculation": "off"}) as engine:
-        bits = run(engine, few, Way({}))
+    bits = without_drafts(few)
     counters = run_twice(lambda asked: bits, few, **options)
     assert counters.num_accepted_history > 100
     assert counters.num_drafted_ngram > counters.num_accepted_ngram
@@ -92,9 +80,11 @@ def test_some_requests(backend):
 
 @pytest.mark.soak
 @NATIVE
-def test_all_requests(expected):
+def test_all_requests(backend):
     """200 of all sampling kinds."""
-    counters = run_twice(expected, REQUESTS)
+    del backend
+    bits = without_drafts(REQUESTS)
+    counters = run_twice(lambda asked: bits, REQUESTS)
     assert counters.num_accepted_history > 1000
     assert counters.num_drafted_ngram > counters.num_accepted_ngram > 50
 
@@ -114,8 +104,7 @@ def test_each_drafter(expected, drafter):
 @pytest.mark.parametrize("num_drafts", [2, pytest.param(30, marks=pytest.mark.soak)])
 def test_each_width(expected, num_drafts):
     """Most drafts of a row, from which the widths of steps follow."""
-    options = {"speculative_num_draft_tokens": num_drafts, "batch_buckets": (4,)}
-    counters = run_twice(expected, PLAIN[:20], **options)
+    counters = run_twice(expected, PLAIN[:20], speculative_num_draft_tokens=num_drafts)
     assert counters.num_accepted_tokens > 100
     assert 1 < counters.acceptance_length <= 1 + num_drafts
 
@@ -132,8 +121,7 @@ def test_siblings(backend):
         )
         for each in PLAIN[:12]
     ]
-    with make_engine(OPTIONS | {"speculation": "off"}) as engine:
-        bits = run(engine, asked, Way({}))
+    bits = without_drafts(asked)
     with make_engine(OPTIONS | {"speculative_drafters": ("siblings",)}) as engine:
         assert differing(run(engine, asked, Way({})), bits) == []
         assert engine.get_internal_state().counters.num_accepted_siblings > 20
@@ -150,8 +138,7 @@ def test_siblings(backend):
 def test_interruptions(expected, seed):
     """Pauses, retractions, updates and sleep; drafts of an older policy are only drafts."""
     interrupt = Interrupter(seed, spread_weights(MODEL))
-    options = {"num_kv_tokens": 600, "decode_steps": 4}
-    with make_engine(OPTIONS | options) as engine:
+    with make_engine(OPTIONS) as engine:
         for _ in range(2):
             found = run(engine, PLAIN, Way({}, splits=2, interrupt=interrupt))
             assert differing(found, expected(PLAIN)) == []

@@ -16,6 +16,7 @@ from sgljax_engine.scheduler.start_order import FirstCome, LongestFirst
 from sgljax_engine.scheduler.waiting import WaitingQueue
 from sgljax_engine.types import Request
 from tests.engine.determinism_cases import MODEL, ask, differing, make_engine, requests
+from tests.geometry import SMALL
 
 
 def make_request(arrival: int, key: int = 0, *, num_tokens: int = 0, most: int = 1000) -> Request:
@@ -160,11 +161,10 @@ def test_samples_are_the_same_with_either_policy(monkeypatch):
         return chosen
 
     monkeypatch.setattr(LongestFirst, "first", watched)
-    asked = [each for each in requests(40, MODEL.vocab_size) if not each.params.changes_logits][:12]
+    asked = [each for each in requests(40, MODEL.vocab_size) if not each.params.changes_logits][:20]
     answers = []
     for policy in SCHEDULE_POLICIES:
-        options = {"schedule_policy": policy, "max_running_requests": 3, "num_kv_tokens": 1024}
-        with make_engine(options | {"decode_steps": 8}) as engine:
+        with make_engine({**SMALL, "schedule_policy": policy}) as engine:
             answers.append([bits for _ in range(2) for bits in ask(engine, asked)])
             engine.check_integrity()
     assert any(jumps)

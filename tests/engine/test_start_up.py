@@ -23,21 +23,14 @@ from sgljax_engine.xla_options import compiler_options
 from tests import inside
 from tests.compilation import recorded_programs
 from tests.engine.models import TINY, random_prompts, spread_weights
+from tests.geometry import SMALL, other
 from tests.threads import LIMIT_S
 
-QUICK_COMPILE = "what an engine does at its start"
-
 CPU_ONLY = {"JAX_PLATFORMS": "cpu"}
-OPTIONS: dict[str, Any] = {
-    "page_size": 4,
-    "max_running_requests": 2,
-    "chunked_prefill_size": 64,
-    "num_kv_tokens": 1024,
-}
 
 
 def make_engine(**options: Any) -> Engine:
-    return Engine(model_config=TINY, weights=spread_weights(), **OPTIONS | options)
+    return Engine(model_config=TINY, weights=spread_weights(), **{**SMALL, **options})
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +72,7 @@ class TestWarmup:
             with pytest.raises(ValueError, match="out of luck") as caught:
                 engine.warmup()
             assert any(
-                note.startswith("while compiling decode for shapes [(1,), ")
+                note.startswith("while compiling decode for shapes [(8,), ")
                 for note in caught.value.__notes__
             )
             patch.undo()
@@ -111,7 +104,7 @@ class TestSeveralEngines:
     def test_one_of_other_steps_does(self):
         self.outputs()
         with recorded_programs() as lowered:
-            self.outputs(decode_steps=9)
+            self.outputs(**other("programs that no other test has made", decode_steps=9))
         assert len(lowered) > 0
 
 
@@ -163,7 +156,11 @@ class TestBuckets:
         """With page sharing between requests of one dispatch, whichever pass computes the pages."""
         common = random_prompts(1, 60, 60)[0]
         prompts = [common + tail for tail in random_prompts(6, 20, 90, seed=1)] + [common] * 2
-        options = {"max_running_requests": 8, "chunked_prefill_size": 1024, "num_kv_tokens": 4096}
+        options = other(
+            "prefills of several sizes, and of several passes",
+            chunked_prefill_size=1024,
+            token_buckets=None,
+        )
         outputs = []
         for per_pass, num_buckets in ((None, 3), (64, 2)):
             monkeypatch.setattr(parts, "prefill_pass", lambda _, size=per_pass: size)
@@ -176,6 +173,7 @@ class TestBuckets:
         assert outputs[0] == outputs[1]
 
 
+@pytest.mark.slow
 def test_the_compilation_cache_keeps_the_programs(tmp_path):
     """In a process of its own, whose cache is the engine's to configure."""
     code = f"""

@@ -28,23 +28,21 @@ from tests import inside
 from tests.engine.interrupts import update_in_flight
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.small_tokenizers import GOLDEN, CharTokenizer
-from tests.threads import LIMIT_S, held, start, wait_for
+from tests.geometry import SMALL
+from tests.threads import LIMIT_S, first_piece, gate_steps, held, running, start, wait_for
 
-OPTIONS = {
-    "page_size": 4,
-    "max_running_requests": 32,
-    # One program each, whoever meets whom.
-    "batch_buckets": (32,),
-    "chunked_prefill_size": 256,
-    "token_buckets": (256,),
-}
+ONE_STEP: dict[str, Any] = {**SMALL, "stream_interval": 1}
+"""Requests that stream or have stop strings take one step a dispatch; others four."""
 GREEDY = {"temperature": 0, "max_new_tokens": 50, "ignore_eos": True}
 LONG = GREEDY | {"max_new_tokens": 240}
+"""What no test waits for: a reader or a command has all these steps to end it."""
+MEDIUM = GREEDY | {"max_new_tokens": 80}
 PROMPT = [11, 12, 13]
+OTHER_PROMPT = [9, 8]
 
 
 def make_engine(**options: Any) -> Engine:
-    given = OPTIONS | {"decode_steps": 1, "tokenizer": CharTokenizer()} | options
+    given = ONE_STEP | {"tokenizer": CharTokenizer()} | options
     return Engine(model_config=TINY, weights=spread_weights(), **given)
 
 
@@ -93,7 +91,7 @@ def one_step():
 
 @pytest.fixture(scope="module")
 def many_steps():
-    with make_engine(decode_steps=16, stream_interval=16) as engine:
+    with make_engine(stream_interval=4) as engine:
         yield pace(engine)
 
 
@@ -105,7 +103,7 @@ def engine(request):
 @pytest.fixture(scope="module")
 def bytes_engine():
     """Its tokens are bytes, and random weights care little for UTF-8."""
-    with Engine(GOLDEN / "qwen3_gqa_tied", **OPTIONS, decode_steps=2) as engine:
+    with Engine(GOLDEN / "qwen3_gqa_tied", **SMALL, stream_interval=2) as engine:
         yield engine
 
 
@@ -218,7 +216,7 @@ class TestPieces:
         assert {"output_top_logprobs", "input_token_ids_logprobs"} <= names
 
     @pytest.mark.parametrize(
-        ("name", "expected"), [("one_step", [1] * 50), ("many_steps", [1, 16, 16, 16, 1])]
+        ("name", "expected"), [("one_step", [1] * 50), ("many_steps", [1, *[4] * 12, 1])]
     )
     def test_come_after_every_dispatch(self, request, name, expected):
         """The first of them has a single step."""
@@ -332,14 +330,15 @@ def text_of(ids):
     return "".join(map(chr, ids))
 
 
-class TestStopStrings:
-    @pytest.fixture
-    def free(self, one_step):
-        """What the model writes without a stop."""
-        ids = one_step.generate(None, LONG, PROMPT)["output_ids"]
-        assert len(ids) == 240
-        return ids
+@pytest.fixture(scope="module")
+def free(one_step):
+    """What the model writes without a stop."""
+    ids = one_step.generate(None, LONG, PROMPT)["output_ids"]
+    assert len(ids) == 240
+    return tuple(ids)
 
+
+class TestStopStrings:
     def unique(self, ids, first, length):
         """A piece of text that is not found earlier, from about token `first` on."""
         text = text_of(ids)
@@ -353,7 +352,7 @@ class TestStopStrings:
         [(0, 1, False, True), (3, 1, True, False), (14, 4, True, True), (9, 12, False, False)],
     )
     def test_end_the_output(self, engine, free, first, length, include, is_streaming):
-        """Across tokens, and across dispatches, which end after 16 and 32 tokens."""
+        """Across tokens, and across dispatches, which end after 1, 5, 9, 13 and 17 tokens."""
         place, stop = self.unique(free, first, length)
         params = LONG | {"stop": ["never", stop], "include_stop_str_in_output": include}
         before = num_decoded(engine)
@@ -367,27 +366,30 @@ class TestStopStrings:
         assert state.running_batch_size == 0
         assert state.counters.num_output_tokens - before < 240
         end = place + length
-        assert output["output_ids"] == free[:end]
+        assert output["output_ids"] == [*free[:end]]
         assert output["text"] == text_of(free)[: end if include else place]
         meta = output["meta_info"]
         assert meta["finish_reason"] == {"type": "stop", "matched": stop}
         assert meta["completion_tokens"] == end
-        assert [token for _, token, _ in meta["output_token_logprobs"]] == free[:end]
+        assert [token for _, token, _ in meta["output_token_logprobs"]] == [*free[:end]]
         assert_idle(engine)
 
     def test_the_rest_goes_on(self, engine, free):
         place, stop = self.unique(free, 20, 3)
-        params = [LONG | {"stop": stop}, LONG]
+        params = [MEDIUM | {"stop": stop}, MEDIUM]
         outputs = joined(engine.generate(None, params, [PROMPT, PROMPT], stream=True))
-        assert outputs[0]["output_ids"] == free[: place + 3]
-        assert outputs[1]["output_ids"] == free
+        assert place + 3 < 80
+        assert outputs[0]["output_ids"] == [*free[: place + 3]]
+        assert outputs[1]["output_ids"] == [*free[:80]]
 
     @pytest.mark.parametrize("is_streaming", [False, True])
     def test_in_the_last_item(self, many_steps, free, is_streaming):
         """Found in the dispatch in which the request ended otherwise; the stop string wins."""
-        # The stop string is completed by a token that is new, and another new one follows soon.
+        # The stop string is completed by a token that is new, and another new one follows in the
+        # same dispatch: the first of them has a single token.
         firsts = [i for i in range(1, 240) if free[i] not in free[:i]]
-        last, later = next((i, j) for i, j in itertools.pairwise(firsts) if i // 16 == j // 16)
+        pairs = itertools.pairwise(firsts)
+        last, later = next((i, j) for i, j in pairs if (i - 1) // 4 == (j - 1) // 4)
         place, stop = last - 1, text_of(free[last - 1 : last + 1])
 
         def run(**changes):
@@ -401,14 +403,14 @@ class TestStopStrings:
             run(max_new_tokens=last + 2),
             run(stop_token_ids=[free[later]]),
         ):
-            assert output["output_ids"] == free[: last + 1]
+            assert output["output_ids"] == [*free[: last + 1]]
             assert output["text"] == text_of(free[:place])
             reason = output["meta_info"]["finish_reason"]
             assert reason == {"type": "stop", "matched": stop}
         # A stop token is no text, so it completes no stop string.
         output = run(stop_token_ids=[free[last]])
         assert output["meta_info"]["finish_reason"] == {"type": "stop", "matched": free[last]}
-        assert output["output_ids"] == free[: last + 1]
+        assert output["output_ids"] == [*free[: last + 1]]
         assert output["text"] == text_of(free[:last])
         # Too short for the stop string, whose beginning was held back.
         output = run(max_new_tokens=last)
@@ -440,13 +442,13 @@ class TestStopStrings:
             tokenizer.decode = real
             go_on.set()
         assert list(stream) == []
-        assert one_step.generate(None, GREEDY, PROMPT)["output_ids"] == free[:50]
+        assert one_step.generate(None, GREEDY, PROMPT)["output_ids"] == [*free[:50]]
         assert_idle(one_step)
 
     @pytest.mark.parametrize("meanwhile", ["finished", "updated"])
     def test_told_late(self, free, meanwhile):
         """The engine hears of the stop string when the request is over, or was retracted."""
-        with make_engine() as engine:
+        with gate_steps(make_engine()) as engine:
             late: list[Any] = []
             outputs = inside.core(engine).outputs
             tell = outputs._on_end
@@ -454,7 +456,7 @@ class TestStopStrings:
             outputs._on_end = lambda *what: late.append(what)
             place, stop = self.unique(free, 3, 2)
             output = engine.generate(None, LONG | {"stop": stop}, PROMPT)
-            assert output["output_ids"] == free[: place + 2]
+            assert output["output_ids"] == [*free[: place + 2]]
             assert len(late) == 1, "the engine is told once"
             if meanwhile == "updated":
                 with held(engine):
@@ -464,28 +466,39 @@ class TestStopStrings:
                 assert updating.result(LIMIT_S) == 1
                 assert num_decoded(engine) < 240
             else:
-                wait_for(lambda: num_decoded(engine) == 240)
+                with running():
+                    wait_for(lambda: num_decoded(engine) == 240)
                 tell(*late[0])
             assert_idle(engine)
             assert not inside.core(engine).outputs._records
             assert engine.get_internal_state().counters.num_finished == 1
 
 
+@pytest.fixture(scope="module")
+def alone(one_step):
+    """The tokens of another request, which has the engine to itself."""
+    return one_step.generate(None, MEDIUM, OTHER_PROMPT)["output_ids"]
+
+
 @contextlib.contextmanager
-def other_request(engine):
+def other_request(engine, alone):
     """Another request runs meanwhile, and is none the worse for it."""
-    alone = engine.generate(None, LONG, [9, 8])
-    stream = engine.generate(None, LONG, [9, 8], stream=True)
+    stream = engine.generate(None, MEDIUM, OTHER_PROMPT, stream=True)
     yield
     output = joined(stream)[0]
-    assert output["output_ids"] == alone["output_ids"]
-    assert output["meta_info"]["finish_reason"] == {"type": "length", "length": 240}
+    assert output["output_ids"] == alone
+    assert output["meta_info"]["finish_reason"] == {"type": "length", "length": 80}
+
+
+@pytest.fixture
+def aborts(one_step, alone):
+    """A block whose streams end before their 3 x 240 tokens."""
+    return aborted_streams(one_step, alone)
 
 
 @contextlib.contextmanager
-def aborts(engine):
-    """What is streamed inside ends before its 3 x 240 tokens."""
-    with other_request(engine):
+def aborted_streams(engine, alone):
+    with other_request(engine, alone):
         before = engine.get_internal_state().counters
         yield
         state = engine.get_internal_state()
@@ -501,8 +514,8 @@ THREE = {"input_ids": [PROMPT, [7]], "sampling_params": [LONG | {"n": 2}, LONG]}
 
 class TestCancelling:
     @pytest.mark.parametrize("num_read", [0, 1, 10])
-    def test_close(self, one_step, num_read):
-        with aborts(one_step):
+    def test_close(self, one_step, aborts, num_read):
+        with aborts:
             stream = one_step.generate(**THREE, stream=True)
             list(itertools.islice(stream, num_read))
             stream.close()
@@ -510,36 +523,36 @@ class TestCancelling:
             assert next(stream, None) is None
 
     @pytest.mark.parametrize("num_read", [0, 1, 10])
-    def test_dropping(self, one_step, num_read):
+    def test_dropping(self, one_step, aborts, num_read):
         gc.disable()  # the count of references alone must do
         try:
-            with aborts(one_step):
+            with aborts:
                 stream = one_step.generate(**THREE, stream=True)
                 list(itertools.islice(stream, num_read))
                 del stream
         finally:
             gc.enable()
 
-    def test_never_keeping(self, one_step):
-        with aborts(one_step):
+    def test_never_keeping(self, one_step, aborts):
+        with aborts:
             one_step.generate(**THREE, stream=True)
 
-    def test_break(self, one_step):
-        with aborts(one_step):
+    def test_break(self, one_step, aborts):
+        with aborts:
             for piece in one_step.generate(**THREE, stream=True):
                 if piece["meta_info"]["completion_tokens"] == 3:
                     break
 
-    def test_an_error_of_the_reader(self, one_step):
+    def test_an_error_of_the_reader(self, one_step, aborts):
         def read():
             for _ in one_step.generate(**THREE, stream=True):
                 raise ZeroDivisionError
 
-        with aborts(one_step), pytest.raises(ZeroDivisionError):
+        with aborts, pytest.raises(ZeroDivisionError):
             read()
 
-    def test_an_interrupt(self, one_step, monkeypatch):
-        with aborts(one_step):
+    def test_an_interrupt(self, one_step, aborts, monkeypatch):
+        with aborts:
             stream = one_step.generate(**THREE, stream=True)
             next(stream)
 
@@ -552,16 +565,16 @@ class TestCancelling:
                 next(stream)
             assert next(stream, None) is None
 
-    def test_collected_on_another_thread(self, one_step):
-        with aborts(one_step):
+    def test_collected_on_another_thread(self, one_step, aborts):
+        with aborts:
             cycle: list[Any] = [one_step.generate(**THREE, stream=True)]
             next(cycle[0])
             cycle.append(cycle)
             del cycle
             start(gc.collect).result(LIMIT_S)
 
-    def test_closing_ends_a_waiting_thread(self, one_step):
-        with aborts(one_step):
+    def test_closing_ends_a_waiting_thread(self, one_step, aborts):
+        with aborts:
             with held(one_step):
                 stream = one_step.generate(**THREE, stream=True)
                 waiting = start(lambda: list(stream))
@@ -648,7 +661,7 @@ class TestAsync:
         assert asyncio.run(main()) == 50
 
     @pytest.mark.parametrize("way", ["aclose", "drop", "break", "never_read", "cancel", "timeout"])
-    def test_ending_early(self, one_step, way):
+    def test_ending_early(self, one_step, aborts, way):
         async def break_out():
             async for _ in await one_step.async_generate(**THREE, stream=True):
                 break
@@ -688,10 +701,10 @@ class TestAsync:
                     with pytest.raises(TimeoutError):
                         await asyncio.wait_for(task, 0.01)
 
-        with aborts(one_step):
+        with aborts:
             asyncio.run(main())
 
-    def test_closing_ends_a_waiting_task(self, one_step):
+    def test_closing_ends_a_waiting_task(self, one_step, aborts):
         async def read(stream):
             return [piece async for piece in stream]
 
@@ -703,11 +716,11 @@ class TestAsync:
                 await stream.aclose()
             return await asyncio.wait_for(task, LIMIT_S)
 
-        with aborts(one_step):
+        with aborts:
             assert asyncio.run(main()) == []
 
     @pytest.mark.parametrize("is_running", [False, True])
-    def test_cancelling_a_whole_answer(self, one_step, is_running):
+    def test_cancelling_a_whole_answer(self, one_step, aborts, is_running):
         async def main():
             task = asyncio.create_task(one_step.async_generate(**THREE))
             if is_running:
@@ -722,10 +735,10 @@ class TestAsync:
             with pytest.raises(asyncio.CancelledError):
                 await task
 
-        with aborts(one_step):
+        with aborts:
             asyncio.run(main())
 
-    def test_the_loop_ends_first(self, one_step):
+    def test_the_loop_ends_first(self, one_step, aborts):
         """The stream outlives its loop: nobody can read it, so it ends by itself."""
 
         async def main():
@@ -736,13 +749,13 @@ class TestAsync:
         async def read(stream):
             await anext(stream)
 
-        with aborts(one_step):
+        with aborts:
             stream = asyncio.run(main())
             wait_for(lambda: one_step.get_internal_state().running_batch_size <= 1)
             with pytest.raises(StopAsyncIteration):
                 asyncio.run(read(stream))
 
-    def test_another_loop(self, one_step):
+    def test_another_loop(self, one_step, aborts):
         """Refused, since it would wait for ever."""
 
         async def main():
@@ -760,13 +773,13 @@ class TestAsync:
         async def read(stream):
             await anext(stream)
 
-        with aborts(one_step):
+        with aborts:
             asyncio.run(main())
 
     def test_shutdown(self):
         async def read(engine, shut_down):
-            stream = await engine.async_generate(**THREE, stream=True)
-            whole = asyncio.ensure_future(engine.async_generate(**THREE))
+            stream = await engine.async_generate(None, LONG, PROMPT, stream=True)
+            whole = asyncio.ensure_future(engine.async_generate(None, LONG, PROMPT))
             await anext(stream)
             if shut_down:
                 engine.shutdown()
@@ -778,7 +791,7 @@ class TestAsync:
                 await whole
 
         async def main():
-            with make_engine() as engine:
+            with pace(make_engine()) as engine:
                 readers = [read(engine, number == 3) for number in range(4)]
                 await asyncio.wait_for(asyncio.gather(*readers), LIMIT_S)
 
@@ -806,10 +819,11 @@ class TestThreads:
         assert_idle(one_step)
 
     def test_shutdown_in_the_middle(self):
-        engine = make_engine()
-        streams = [engine.generate(**THREE, stream=True) for _ in range(12)]
+        engine = gate_steps(make_engine())
+        # As many as run together, and some that wait.
+        streams = [engine.generate(None, LONG, PROMPT, stream=True) for _ in range(12)]
         for stream in streams[:8]:
-            next(stream)
+            first_piece(stream)
         never_read = streams.pop()
 
         def read(stream):
@@ -827,7 +841,7 @@ class TestThreads:
         del never_read, streams
 
     def test_errors_of_one_shutdown_are_not_shared(self):
-        engine = make_engine()
+        engine = gate_steps(make_engine())
         waiting = [start(lambda: engine.generate(**THREE)) for _ in range(2)]
         wait_for(lambda: engine.get_internal_state().counters.num_requests == 6)
         engine.shutdown()
@@ -857,8 +871,8 @@ class TestFailure:
     def test_a_tokenizer_that_raises_in_the_middle(self):
         tokenizer = CharTokenizer()
         with make_engine(tokenizer=tokenizer) as engine:
-            free = engine.generate(None, LONG, PROMPT)["output_ids"]
-            other = engine.generate(None, LONG, [9, 8])["output_ids"]
+            free = engine.generate(None, MEDIUM, PROMPT)["output_ids"]
+            other = engine.generate(None, MEDIUM, OTHER_PROMPT)["output_ids"]
             bad = next(token for token in free[10:] if token not in other)
             place = free.index(bad)
             for stop in ([], ["never"]):
@@ -880,9 +894,9 @@ class TestFailure:
                 # Not streamed, but watched for its stop string.
                 with pytest.raises(EngineError, match="cannot decode"):
                     engine.generate(None, LONG | {"stop": ["never"]}, PROMPT)
-                assert engine.generate(None, LONG, [9, 8])["output_ids"] == other
+                assert engine.generate(None, MEDIUM, OTHER_PROMPT)["output_ids"] == other
                 tokenizer.poison = None
-                assert engine.generate(None, LONG, PROMPT)["output_ids"] == free
+                assert engine.generate(None, MEDIUM, PROMPT)["output_ids"] == free
             assert_idle(engine)
             assert not inside.core(engine).outputs._records
 
@@ -890,7 +904,7 @@ class TestFailure:
         """The engine ends the request all the same."""
         tokenizer = CharTokenizer()
         with make_engine(tokenizer=tokenizer) as engine:
-            free = engine.generate(None, LONG, PROMPT)["output_ids"]
+            free = engine.generate(None, GREEDY, PROMPT)["output_ids"]
             before = engine.get_internal_state().counters
             tokenizer.poison = free[0]
             stream = engine.generate(None, LONG, PROMPT, stream=True)
@@ -924,7 +938,7 @@ class TestFailure:
             with pytest.raises(EngineError, match="planted fault"):
                 next(stream)
 
-    def test_a_step_that_fails_in_the_middle(self, one_step, monkeypatch):
+    def test_a_step_that_fails_in_the_middle(self, one_step, free, monkeypatch):
         runner = inside.runner(one_step)
         real, counter = runner.decode, itertools.count()
 
@@ -933,7 +947,6 @@ class TestFailure:
                 raise RuntimeError("planted fault")
             return real(output)
 
-        free = one_step.generate(None, LONG, PROMPT)["output_ids"]
         monkeypatch.setattr(runner, "decode", broken)
         stream = one_step.generate(None, LONG | {"n": 2}, PROMPT, stream=True)
         first = list(itertools.islice(stream, 10))
@@ -941,18 +954,18 @@ class TestFailure:
             next(stream)
         for index in range(2):
             pieces = [piece for piece in first if piece["index"] == index]
-            assert joined(pieces)[index]["output_ids"] == free[:5]
+            assert joined(pieces)[index]["output_ids"] == [*free[:5]]
         assert list(stream) == []
         assert_idle(one_step)
 
     def test_one_output_that_fails_ends_the_others(self):
         tokenizer = CharTokenizer()
         with make_engine(tokenizer=tokenizer) as engine:
-            mine = engine.generate(None, LONG, PROMPT)["output_ids"]
-            theirs = engine.generate(None, LONG, [9, 8])["output_ids"]
+            mine = engine.generate(None, MEDIUM, PROMPT)["output_ids"]
+            theirs = engine.generate(None, LONG, OTHER_PROMPT)["output_ids"]
             tokenizer.poison = next(token for token in mine if token not in theirs)
             before = num_decoded(engine)
-            stream = engine.generate(None, LONG, [PROMPT, [9, 8]], stream=True)
+            stream = engine.generate(None, LONG, [PROMPT, OTHER_PROMPT], stream=True)
             with pytest.raises(EngineError, match="cannot decode"):
                 list(stream)
             assert list(stream) == []

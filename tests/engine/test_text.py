@@ -16,6 +16,7 @@ from sgljax_engine.processing.tokenizer import DEFAULT_DECODE_OPTIONS, DecodeOpt
 from sgljax_engine.sampling_params import SamplingParams
 from sgljax_engine.types import FinishReason, Request
 from tests.engine import small_tokenizers
+from tests.tiers import tiered
 
 MAKERS = {
     "byte_level": small_tokenizers.byte_level,
@@ -25,6 +26,7 @@ MAKERS = {
     "sentencepiece": small_tokenizers.sentencepiece,
     "sentencepiece_no_bytes": lambda: small_tokenizers.sentencepiece(byte_fallback=False),
 }
+EVERY_KIND = pytest.mark.parametrize("kind", tiered(MAKERS, ["byte_level", "byte_fallback"]))
 HF_KINDS = ("byte_level", "byte_fallback", "metaspace", "word_suffix")
 REPLACEMENT = "\ufffd"
 TEXTS = [
@@ -134,7 +136,7 @@ quick = settings(
 )
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@EVERY_KIND
 @quick
 @given(data=st.data())
 def test_text_equals_one_decode(kind, data):
@@ -149,7 +151,7 @@ def test_text_equals_one_decode(kind, data):
     assert one_by_one == result
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@EVERY_KIND
 @quick
 @given(data=st.data())
 def test_text_is_given_out_as_soon_as_it_is_final(kind, data):
@@ -165,7 +167,7 @@ def test_text_is_given_out_as_soon_as_it_is_final(kind, data):
     assert tokenizer.decode(ids).startswith(taken)
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@EVERY_KIND
 @quick
 @given(data=st.data())
 def test_stop_strings_equal_a_search_of_every_prefix(kind, data):
@@ -248,7 +250,7 @@ def stops(text, stop, **options):
     return text_stream.finish(), text_stream.match
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@EVERY_KIND
 @settings(quick, max_examples=20)
 @given(data=st.data())
 def test_text_behind_a_prompt(kind, data):
@@ -397,7 +399,7 @@ def collapsed(kind):
     return [words, *([i] for i in range(0, size, 1 + size // 40))]
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("kind", tiered(MAKERS, ["byte_level"]))
 def test_work_per_token_is_bounded(kind):
     tokenizer, _ = make(kind)
     n = 600

@@ -21,6 +21,7 @@ from sgljax_engine.processing.tokenizer import (
 from tests.engine import small_tokenizers
 from tests.engine.models import TINY, spread_weights
 from tests.engine.small_tokenizers import CharTokenizer
+from tests.geometry import SMALL
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 WRITES_BOS = (
@@ -247,7 +248,8 @@ def test_users_own_chat_template():
 
 
 def test_engine_text_leaves_out_the_stop_token():
-    with Engine(model_config=TINY, weights=spread_weights(), tokenizer=CharTokenizer()) as engine:
+    tokenizer, weights = CharTokenizer(), spread_weights()
+    with Engine(model_config=TINY, weights=weights, tokenizer=tokenizer, **SMALL) as engine:
         params = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
         out = engine.generate("ab", params)
         assert out["meta_info"]["prompt_tokens"] == 3
@@ -268,7 +270,8 @@ class Panic(BaseException):
 def test_tokenizer_that_raises_fails_its_request_only(error):
     tokenizer = CharTokenizer()
     tokenizer.error = error
-    with Engine(model_config=TINY, weights=spread_weights(), tokenizer=tokenizer) as engine:
+    weights = spread_weights()
+    with Engine(model_config=TINY, weights=weights, tokenizer=tokenizer, **SMALL) as engine:
         params = {"temperature": 0, "max_new_tokens": 4}
         out = engine.generate(input_ids=[5], sampling_params=params)
         tokenizer.poison = out["output_ids"][0]

@@ -62,13 +62,15 @@ def _small_chunks(monkeypatch):
     monkeypatch.setattr(kernel, "_MAX_CHUNK_TOKENS", 64)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("shape", "options"), spread([*SHAPES, *PACKED], list(OPTIONS)))
+@pytest.mark.parametrize(
+    ("shape", "options"), spread([*SHAPES, *PACKED], list(OPTIONS), is_main=False)
+)
 def test_reading(shape, options):
     case = case_of({**SHAPES, **PACKED}[shape])
     case.check(case.run(SIMPLE.attend, OPTIONS[options]), OPTIONS[options], atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(16, 4, 2, 1, 128), (16, 4, 2, 16, 128)])
 def test_bfloat16(shape):
     case = case_of(shape, jnp.bfloat16)
@@ -156,14 +158,22 @@ STEPS = [[0, 16, 3], [70, 3], [0, 0], [21, *[16] * 11, 9]]
 """Two steps of eight blocks; the second one is a part of one request."""
 
 
-@pytest.mark.parametrize(("shape", "options"), spread([*SHAPES, *PACKED], list(OPTIONS)))
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ("decode-mqa-16", "all"),
+        ("prefill-wide", "window-20"),
+        *spread([*SHAPES, *PACKED], list(OPTIONS), is_main=False),
+    ],
+)
 def test_writing(shape, options):
     blocks = DECODE if shape.startswith("decode") else PREFILL
     Writing({**SHAPES, **PACKED}[shape], blocks).check(SIMPLE, OPTIONS[options])
 
 
 @pytest.mark.parametrize(
-    ("shape", "options"), spread([x for x in SHAPES | PACKED if "prefill" in x], list(OPTIONS))
+    ("shape", "options"),
+    spread([x for x in SHAPES | PACKED if "prefill" in x], list(OPTIONS), is_main=False),
 )
 def test_steps_of_several_blocks(shape, options):
     sizes = {**SHAPES, **PACKED}[shape]
@@ -173,6 +183,7 @@ def test_steps_of_several_blocks(shape, options):
     Writing(sizes, STEPS).check(SIMPLE, OPTIONS[options], is_read_again=is_read_again)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "blocks"),
     [("decode-gqa-2", DECODE), ("prefill-gqa-3", PREFILL), ("prefill-small-pages", STEPS)],
@@ -243,6 +254,7 @@ def test_costs_count_what_a_window_shows():
     assert (full.flops, windowed.flops) == (4 * 64 * 8 * 4096 * 256, 4 * 64 * 8 * 512 * 256)
 
 
+@pytest.mark.slow
 def test_rows_with_drafts():
     """A block for each row: its newest token and some drafts, in pages that have others."""
     blocks = [[40, 1], [0, 3], [63, 16], [5, 0], [64, 8], [150, 13], [0, 0], [7, 2]]

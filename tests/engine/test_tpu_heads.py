@@ -36,9 +36,9 @@ def differs(kernels, arguments, options):
     ("arguments", "atol"),
     [
         (case(128, 4, 128, jnp.float32), 1e-5),
-        (case(384, 3, 256, jnp.float32, offset=1.0), 1e-5),
-        (case(256, 2, 128, jnp.float32, has_norm=False), 1e-5),
-        (case(144, 2, 128, jnp.bfloat16), 0.06),
+        pytest.param(case(384, 3, 256, jnp.float32, offset=1.0), 1e-5, marks=pytest.mark.slow),
+        pytest.param(case(256, 2, 128, jnp.float32, has_norm=False), 1e-5, marks=pytest.mark.slow),
+        pytest.param(case(144, 2, 128, jnp.bfloat16), 0.06, marks=pytest.mark.slow),
     ],
     ids=["norm", "offset", "no_norm", "bfloat16"],
 )
@@ -47,6 +47,7 @@ def test_heads_are_rotated_after_their_norm(arguments, atol, monkeypatch):
     assert differs(KERNELS, arguments, Options(Layout.TOKENS_FIRST)) < atol
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "is_batch_invariant"),
     [

@@ -12,21 +12,14 @@ import pytest
 from sgljax_engine import Engine, InvalidRequestError, SamplingParams
 from tests.engine.models import TINY, spread_weights
 from tests.engine.small_tokenizers import GOLDEN
+from tests.geometry import SMALL
 
 PROMPTS = [[5, 9, 33, 2, 60, 9], [8], [3, 4, 5, 6]]
 
 
 @pytest.fixture(scope="module")
 def engine():
-    with Engine(
-        model_config=TINY,
-        weights=spread_weights(),
-        page_size=4,
-        max_running_requests=4,
-        batch_buckets=(4,),
-        decode_steps=4,
-        max_model_len=64,
-    ) as engine:
+    with Engine(model_config=TINY, weights=spread_weights(), **SMALL) as engine:
         yield engine
 
 
@@ -82,17 +75,17 @@ class TestNoMaximum:
     def test_it_is_cut_to_what_fits(self, engine):
         fields = {"ignore_eos": True, "temperature": 0}
         for params in (fields, SamplingParams(**fields), fields | {"max_new_tokens": None}):
-            out = engine.generate(input_ids=[7] * 50, sampling_params=params)
+            out = engine.generate(input_ids=[7] * 242, sampling_params=params)
             assert len(out["output_ids"]) == 14
-        assert len(engine.generate(input_ids=[7] * 63)["output_ids"]) == 1
+        assert len(engine.generate(input_ids=[7] * 255)["output_ids"]) == 1
 
     def test_what_is_asked_for_is_refused(self, engine):
-        with pytest.raises(InvalidRequestError, match=r"max_new_tokens \(20\) is 70 tokens"):
-            engine.generate(input_ids=[7] * 50, sampling_params={"max_new_tokens": 20})
+        with pytest.raises(InvalidRequestError, match=r"max_new_tokens \(20\) is 262 tokens"):
+            engine.generate(input_ids=[7] * 242, sampling_params={"max_new_tokens": 20})
         with pytest.raises(InvalidRequestError, match="min_new_tokens must be between 0 and 14"):
-            engine.generate(input_ids=[7] * 50, sampling_params={"min_new_tokens": 20})
-        with pytest.raises(InvalidRequestError, match="the limit is max_model_len - 1 = 63"):
-            engine.generate(input_ids=[7] * 64)
+            engine.generate(input_ids=[7] * 242, sampling_params={"min_new_tokens": 20})
+        with pytest.raises(InvalidRequestError, match="the limit is max_model_len - 1 = 255"):
+            engine.generate(input_ids=[7] * 256)
 
     def test_a_folders_number_is_no_ones(self, tmp_path):
         folder = tmp_path / "model"
@@ -100,12 +93,11 @@ class TestNoMaximum:
         path = folder / "generation_config.json"
         config = json.loads(path.read_text()) if path.exists() else {}
         path.write_text(json.dumps({**config, "max_new_tokens": 2048, "eos_token_id": 1}))
-        options = {"page_size": 4, "max_running_requests": 2, "batch_buckets": (2,)}
-        with Engine(folder, max_model_len=48, **options) as engine:
+        with Engine(folder, **SMALL) as engine:
             assert engine.get_default_sampling_params().max_new_tokens == 2048
             count = len(engine.tokenize("the fox"))
             out = engine.generate("the fox")
-            assert len(out["output_ids"]) <= 48 - count
+            assert len(out["output_ids"]) <= 512 - count
             pieces = list(engine.generate("the fox", stream=True))
             assert pieces[-1]["meta_info"]["finish_reason"] is not None
             assert engine.chat([{"role": "user", "content": "a"}])["output_ids"]

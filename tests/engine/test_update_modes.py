@@ -273,8 +273,6 @@ class TestOrder:
 
     def test_other_callers_are_served_while_weights_are_made(self, engine):
         """A source that is slow to read holds nobody up."""
-        import threading
-
         reading, go_on = threading.Event(), threading.Event()
 
         real = plan.source_spec
@@ -344,8 +342,16 @@ STAGES = {
 
 
 class TestFailure:
-    @pytest.mark.parametrize("mode", ["retract", "in_place", "abort", "wait"])
-    @pytest.mark.parametrize("stage", STAGES)
+    @pytest.mark.parametrize(
+        ("stage", "mode"),
+        [
+            ("planning", "abort"),
+            ("planning", "wait"),
+            ("transform", "retract"),
+            ("transform", "in_place"),
+            *(("swap", mode) for mode in ("retract", "in_place", "abort", "wait")),
+        ],
+    )
     def test_old_weights_go_on(self, engine, old_outputs, monkeypatch, stage, mode):
         """Nothing of a request is lost, whatever the stage: not even its pages."""
         calls = start_all(engine, PROMPTS)
@@ -635,7 +641,7 @@ class TestWhereNewWeightsAreMade:
 
         @jax.jit
         def slow(tree):
-            x = jax.lax.fori_loop(0, 50, lambda _, x: x @ x * 0, jnp.zeros((1000, 1000)))
+            x = jax.lax.fori_loop(0, 50, lambda _, x: x @ x * 0, jnp.zeros((500, 500)))
             return jax.tree.map(lambda leaf: leaf + x[0, 0], tree)
 
         shared.update_weights(slow(on_device))

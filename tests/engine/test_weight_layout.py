@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from sgljax_engine import Engine, WeightLoadError, find_weight_files, read_hf_tensors
 from sgljax_engine.builder.sources import folder_weights
 from sgljax_engine.models.registry import load_model_config
+from tests.geometry import SMALL
 
 GOLDEN = Path(__file__).parents[1] / "golden/qwen3_gqa_tied"
 INDEX = "model.safetensors.index.json"
@@ -61,7 +62,7 @@ def test_two_whole_sets_are_refused(folder):
     """A copy or an upload keeps the old shards; then nothing tells which set is the newer one."""
     with pytest.raises(WeightLoadError, match="holds two models"):
         Engine(folder)
-    with Engine(GOLDEN, page_size=4, num_kv_tokens=256, max_running_requests=2) as engine:
+    with Engine(GOLDEN, **SMALL) as engine:
         with pytest.raises(WeightLoadError, match="which is the newer one"):
             engine.update_weights(folder)
         assert engine.weight_version == 0

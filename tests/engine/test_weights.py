@@ -46,6 +46,7 @@ from tests import inside
 from tests.compilation import recorded_programs
 from tests.engine.interrupts import results, start_all, update_in_flight
 from tests.engine.models import TINY, spread_weights
+from tests.geometry import SMALL
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 GREEDY = SamplingParams(temperature=0, max_new_tokens=8)
@@ -637,8 +638,7 @@ class TestPlanErrors:
 class TestEngineUpdate:
     @pytest.fixture
     def engine(self):
-        weights = spread_weights()
-        with Engine(model_config=TINY, weights=weights, page_size=4, decode_steps=4) as engine:
+        with Engine(model_config=TINY, weights=spread_weights(), **SMALL) as engine:
             yield engine
 
     def run(self, engine):
@@ -704,9 +704,9 @@ class TestEngineUpdate:
         spec = jax.ShapeDtypeStruct((TINY.hidden_size,), jnp.float32)
         compute = jax.jit(lambda x: jax.pure_callback(norm, spec, x))
         slow = jax.jit(lambda x: jnp.linalg.matrix_power(x, 1 << 12)[0, 0])
-        compute(slow(jnp.eye(2000))).block_until_ready()  # both are compiled
+        compute(slow(jnp.eye(1000))).block_until_ready()  # both are compiled
         fails.set()
-        bad = compute(slow(jnp.eye(2000)))  # not refused here: its argument is not there
+        bad = compute(slow(jnp.eye(1000)))  # not refused here: its argument is not there
         with pytest.raises(WeightSyncError, match=r"(?s)computing the new weights .* planted"):
             engine.update_weights(spread_weights(seed=1) | {"model.norm.weight": bad})
         assert engine.weight_version == 0
@@ -750,7 +750,7 @@ class TestHFFolder:
         (folder / name).write_text(json.dumps(config))
 
     def test_reads_config_generation_config_and_tokenizer(self, folder):
-        with Engine(folder, dtype="float32") as engine:
+        with Engine(folder, dtype="float32", **SMALL) as engine:
             assert engine.model_config.eos_token_ids == (1, 4)
             params = engine.get_default_sampling_params()
             assert (params.temperature, params.top_k, params.top_p) == (0.6, 20, 0.95)
@@ -762,7 +762,7 @@ class TestHFFolder:
         name = "generation_config.json"
         fields = {"repetition_penalty": 1.1, "top_k": 0, "max_new_tokens": 33, "num_beams": 1}
         self.edit(folder, name, temperature=None, **fields)
-        with Engine(folder, dtype="float32") as engine:
+        with Engine(folder, dtype="float32", **SMALL) as engine:
             expected = SamplingParams(
                 repetition_penalty=1.1, top_k=-1, top_p=0.95, max_new_tokens=33
             )
@@ -770,7 +770,7 @@ class TestHFFolder:
             # They hold for a call that brings none.
             assert len(engine.generate("hello")["output_ids"]) <= 33
         self.edit(folder, name, do_sample=False)
-        with Engine(folder, dtype="float32") as engine:
+        with Engine(folder, dtype="float32", **SMALL) as engine:
             assert engine.get_default_sampling_params().temperature == 0.0
 
     def test_rope_theta_is_read_from_both_places(self, folder):
@@ -847,14 +847,14 @@ class TestHFFolder:
         tensors = load_file(folder / "model.safetensors")
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
         save_file(tensors, folder / "model.safetensors")
-        with Engine(folder, dtype="float32") as engine:
+        with Engine(folder, dtype="float32", **SMALL) as engine:
             golden = np.load(folder / "golden.npz")
             out = engine.generate_requests([golden["prompt_1"].tolist()], GREEDY)[0]
             assert out.output_ids == golden["greedy_1"][:8].tolist()
 
     def test_dummy_weights(self, folder):
         (folder / "model.safetensors").unlink()
-        with Engine(folder, load_format="dummy", random_seed=1) as engine:
+        with Engine(folder, load_format="dummy", random_seed=1, **SMALL) as engine:
             params = {"max_new_tokens": 3}
             assert engine.generate(input_ids=[5], sampling_params=params)["output_ids"]
 
@@ -874,7 +874,7 @@ class TestHFFolder:
             assert all((vector == value).all() for vector in found)
 
     def test_dtype_comes_from_the_checkpoint(self):
-        with Engine(GOLDEN / "qwen3_bf16_tied") as engine:
+        with Engine(GOLDEN / "qwen3_bf16_tied", **SMALL) as engine:
             weights = inside.runner(engine).weights
             assert weights["model.embed_tokens.weight"].dtype == jnp.bfloat16
             assert weights["model.norm.weight"].dtype == jnp.float32

@@ -179,6 +179,7 @@ def test_one_that_disagrees_is_dropped(monkeypatch):
     assert agreeing_widths(*model) == tuple(width for width in found if width != 128)
 
 
+@pytest.mark.slow
 def test_a_device_on_which_place_matters_is_refused(monkeypatch):
     real = widths._few_layers
 

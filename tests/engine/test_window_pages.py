@@ -16,8 +16,6 @@ from sgljax_engine import (
     EngineConfig,
     EngineError,
     InvalidConfigError,
-    KVShape,
-    ModelConfig,
     RequestOutput,
     RopeConfig,
     SamplingParams,
@@ -28,42 +26,28 @@ from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.cache.window import NONE, NUM_NULL, WindowPages, WindowSizes
 from tests import inside
 from tests.devices import run_python
-from tests.engine.models import TINY, random_prompts, spread_weights
+from tests.engine.models import SHARED_KEYS, TINY, random_prompts, spread_weights
 from tests.engine.stepping import SteppedEngine
+from tests.geometry import SMALL, other
 from tests.real_configs import real_config
 
-WINDOW, PAGE = 16, 4
-MODEL = ModelConfig(
+WINDOW, PAGE = 8, 4
+MODEL = dataclasses.replace(
+    TINY,
     architecture="Gemma3ForCausalLM",
-    vocab_size=128,
-    hidden_size=32,
-    intermediate_size=64,
     num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    rope=RopeConfig(theta=1e5),
-    rms_norm_eps=1e-6,
     tie_word_embeddings=True,
-    context_length=512,
     attention=AttentionConfig(
         sliding_window=WINDOW,
         sliding_layers=(True, True, False),
         sliding_rope=RopeConfig(theta=1e4),
     ),
 )
-OPTIONS: dict[str, Any] = {
-    "page_size": PAGE,
-    "max_running_requests": 4,
-    "chunked_prefill_size": 32,
-    "decode_steps": 4,
-    "num_kv_tokens": 2048,
-}
 GREEDY = SamplingParams(temperature=0, max_new_tokens=16 * WINDOW, ignore_eos=True)
 
 
 def make(**options: Any) -> Engine:
-    return Engine(model_config=MODEL, weights=spread_weights(MODEL), **OPTIONS | options)
+    return Engine(model_config=MODEL, weights=spread_weights(MODEL), **{**SMALL, **options})
 
 
 def pool_of(engine: Engine) -> Any:
@@ -74,7 +58,7 @@ def prompts() -> list[list[int]]:
     """Short and long ones, some with a common beginning."""
     (common,) = random_prompts(1, 90, 90, seed=5)
     return [
-        *random_prompts(4, 1, 200, seed=1),
+        *random_prompts(4, 1, 120, seed=1),
         *(common + more for more in random_prompts(2, 1, 9, seed=6)),
         *[common] * 3,
     ]
@@ -98,9 +82,12 @@ class TestEngine:
         [
             {},
             pytest.param({"attention_backend": "xla_rows"}, marks=pytest.mark.slow),
-            pytest.param({"num_kv_tokens": 520}, marks=pytest.mark.slow),  # so that some retract
+            pytest.param(
+                other("some are retracted though all have windows", num_kv_tokens=520),
+                marks=pytest.mark.slow,
+            ),
         ],
-        ids=str,
+        ids=["small", "rows", "retracted"],
     )
     def test_same_tokens_at_sixteen_times_the_window(self, options, expected):
         with make(**options) as engine:
@@ -115,7 +102,7 @@ class TestEngine:
 
     def test_what_the_pools_hold(self):
         """One request alone, up to 16 times its window, step by step."""
-        engine = SteppedEngine(MODEL, **OPTIONS)
+        engine = SteppedEngine(MODEL, **SMALL)
         (future,) = engine.add([[1, 2, 3]], GREEDY)
         most = 0
         while engine.step():
@@ -125,11 +112,11 @@ class TestEngine:
             used = state.total_kv_tokens - state.available_kv_tokens
             length = max((r.kv_len for r in engine.core.scheduler.running), default=0)
             assert state.held_window_tokens <= used
-            if length > 4 * WINDOW:
+            if length > 6 * WINDOW:
                 assert used >= length > 2 * state.held_window_tokens
         assert len(future.result(0).output_ids) == 16 * WINDOW
         # The window, the tokens of a dispatch, and a page at each end.
-        assert WINDOW <= most <= WINDOW + OPTIONS["decode_steps"] + 2 * PAGE
+        assert WINDOW <= most <= WINDOW + SMALL["decode_steps"] + 2 * PAGE
         memory = engine.core.state().memory
         assert memory.saved_window_bytes > memory.kv_bytes / 2
 
@@ -146,7 +133,12 @@ class TestEngine:
         assert found[0] == found[1]
 
     @pytest.mark.parametrize(
-        "backend", ["auto", "xla", pytest.param("xla_rows", marks=pytest.mark.slow)]
+        "backend",
+        [
+            "auto",
+            pytest.param("xla", marks=pytest.mark.slow),
+            pytest.param("xla_rows", marks=pytest.mark.soak),
+        ],
     )
     def test_what_is_in_free_pages_does_not_matter(self, backend, expected):
         """NaN everywhere but in the null page, such as another request's keys could be."""
@@ -171,7 +163,7 @@ class TestEngine:
 
     def test_sleep_keeps_windows(self, expected):
         """With running requests, whose pages go to the host and come back."""
-        engine = SteppedEngine(MODEL, **OPTIONS)
+        engine = SteppedEngine(MODEL, **SMALL)
         futures = engine.add(prompts(), GREEDY)
         for _ in range(3):
             engine.step(20)
@@ -205,7 +197,7 @@ class TestSizes:
         found = {}
         for is_off in (True, False):
             config = EngineConfig.from_options(
-                {
+                {  # no engine
                     "max_model_len": 32_768,
                     "max_running_requests": 16,
                     "num_kv_tokens": 16 * 32_768,
@@ -231,7 +223,7 @@ class TestSizes:
         tokens = []
         for is_off in (True, False):
             config = EngineConfig.from_options(
-                {
+                {  # no engine
                     "max_model_len": 32_768,
                     "max_running_requests": 64,
                     "mem_fraction_static": 0.9,
@@ -247,7 +239,7 @@ class TestSizes:
         assert tokens[1] > 2 * tokens[0]
 
     def test_not_where_it_saves_nothing(self):
-        with make(max_model_len=24, num_kv_tokens=None) as engine:
+        with make(max_model_len=24) as engine:
             assert pool_of(engine).windows is None
 
     def test_the_switch_is_a_flag(self):
@@ -315,17 +307,17 @@ class TestPages:
             windows.check_integrity([[1]])
 
 
+@pytest.mark.slow
 def test_a_model_whose_layers_all_slide():
     """Mistral 7B v0.1's kind: there are window pages alone."""
     model = dataclasses.replace(
         TINY,
         architecture="MistralForCausalLM",
-        context_length=512,
         attention=AttentionConfig(sliding_window=WINDOW, sliding_layers=(True, True)),
     )
     found = []
     for is_off in (True, False):
-        options: dict[str, Any] = OPTIONS | {"disable_hybrid_swa_memory": is_off}
+        options: dict[str, Any] = {**SMALL, "disable_hybrid_swa_memory": is_off}
         with Engine(model_config=model, weights=spread_weights(model), **options) as engine:
             memory = engine.get_internal_state().memory
             assert memory.kv_tokens == 2048
@@ -339,38 +331,15 @@ def test_a_model_whose_layers_all_slide():
 @pytest.mark.slow
 def test_layers_of_two_shapes_in_two_pools():
     """Gemma 4's: heads of full layers differ, and shared keys are in the pool of their own kind."""
-    attention = AttentionConfig(
-        scale=1.0,
-        sliding_window=WINDOW,
-        sliding_layers=(True, False, True, False),
-        sliding_rope=RopeConfig(theta=1e4),
-        full_kv=KVShape(1, 32),
-        kv_layers=(0, 1, 0, 1),
-    )
-    model = ModelConfig(
-        architecture="Gemma4ForCausalLM",
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=64,
-        num_layers=4,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        rope=RopeConfig(theta=1e5, rotary_fraction=0.25),
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-        context_length=512,
-        attention=attention,
-    )
-    found = []
+    found, weights = [], spread_weights(SHARED_KEYS)
     for is_off in (True, False):
-        options: dict[str, Any] = OPTIONS | {"disable_hybrid_swa_memory": is_off}
-        with Engine(model_config=model, weights=spread_weights(model), **options) as engine:
+        options: dict[str, Any] = {**SMALL, "disable_hybrid_swa_memory": is_off}
+        with Engine(model_config=SHARED_KEYS, weights=weights, **options) as engine:
             kv = inside.runner(engine).kv_memory
             kv.take()
             shapes = [layer.k.shape for layer in kv.kv.layers]
             found.append([out.output_ids for out in engine.generate_requests(prompts(), GREEDY)])
-    assert [shape[1:] for shape in shapes] == [(2, PAGE, 16), (1, PAGE, 32)]
+    assert [shape[1:] for shape in shapes] == [(1, PAGE, 16), (1, PAGE, 32)]
     assert shapes[0][0] < shapes[1][0] == 2048 // PAGE
     np.testing.assert_array_equal(found[0], found[1])
 

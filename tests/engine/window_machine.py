@@ -5,26 +5,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import unittest
 
-from sgljax_engine import AttentionConfig, RopeConfig
 from tests import inside
 from tests.engine import interrupt_model, test_interrupt_machine
-from tests.engine.models import TINY
-
-MODEL = dataclasses.replace(
-    TINY,
-    architecture="Gemma3ForCausalLM",
-    num_layers=3,
-    tie_word_embeddings=True,
-    attention=AttentionConfig(
-        sliding_window=5,
-        sliding_layers=(True, True, False),
-        sliding_rope=RopeConfig(theta=1e4),
-    ),
-)
+from tests.engine.test_window_pages import MODEL
 
 if __name__ == "__main__":
     interrupt_model.use(MODEL, max_running_requests=3)

@@ -106,7 +106,7 @@ def test_config_is_the_baseline():
     }
     assert (rollout["temperature"], rollout["top_p"]) == (1.0, 1.0)
     assert config.max_tokens == (MAX_PROMPT_LENGTH, MAX_NEW_TOKENS)
-    assert config.sgljax_config == {"page_size": 16, "max_running_requests": 128}
+    assert config.sgljax_config == {"page_size": 16, "max_running_requests": 128}  # no engine
 
 
 def test_lora_differs_from_the_baseline_in_what_is_trained():
@@ -162,7 +162,7 @@ def test_checkpoint_of_another_model_is_refused(tmp_path, mesh):
         addition_task.load_checkpoint(path, mesh)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Tunix uses deprecated parts of JAX.
 @pytest.mark.parametrize(
     ("config_steps", "expected_code"),
@@ -196,7 +196,7 @@ def test_two_steps_with_vanilla(tmp_path, capsys, config_steps, expected_code):
     assert ("WARNING" in output.err) == (expected_code == 1)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_lora_trains_pairs_alone(tmp_path, monkeypatch):
     models = []

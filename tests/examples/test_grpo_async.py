@@ -15,6 +15,7 @@ import make_multiples_checkpoint
 import multiples_task
 from addition_task import Tokenizer
 from multiples_task import MAX_COUNT, MAX_NEW_TOKENS, MAX_PROMPT_LENGTH, Multiple
+from tests.tiers import tiered
 
 QUICK_COMPILE = "that the example runs and what it reports"
 
@@ -107,8 +108,7 @@ def test_config_refuses_unknown_keys(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Tunix uses deprecated parts of JAX.
-@pytest.mark.slow
-@pytest.mark.parametrize("update", ["in_flight", "drain"])
+@pytest.mark.parametrize("update", tiered(["in_flight", "drain"], [], ["in_flight"]))
 def test_two_steps(tmp_path, capsys, update):
     config = tmp_path / "config.yaml"
     config.write_text("grpo: {prompts_per_step: 2, num_generations: 4, beta: 0.0}\n")

@@ -17,6 +17,7 @@ from sgljax_engine import Engine
 from smollm2_as_qwen2 import as_qwen2, zero_biases
 from tests.engine.exactness_checks import check_golden
 from tests.engine.small_tokenizers import GOLDEN
+from tests.geometry import SMALL
 from tests.threads import LIMIT_S
 
 
@@ -55,8 +56,7 @@ def test_a_llama_as_a_qwen2_is_the_same_function(tmp_path):
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["Qwen2ForCausalLM"]
     assert len(zero_biases(config)) == 3 * config["num_hidden_layers"]
-    options = {"page_size": 4, "max_running_requests": 8, "batch_buckets": (8,)}
-    with Engine(folder, dtype="float32", **options) as engine:
+    with Engine(folder, dtype="float32", **SMALL) as engine:
         check_golden(engine, np.load(GOLDEN / "llama_tied/golden.npz"))
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
@@ -86,7 +86,7 @@ def test_a_silence_has_lines_too(monkeypatch):
 
 
 @pytest.mark.real
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.usefixtures("gym")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
 def test_two_steps(tmp_path, capsys):

@@ -36,11 +36,6 @@ SHORT = Settings(
 )
 
 
-def slow(test):
-    """Marks a test that trains; Tunix uses deprecated parts of JAX."""
-    return pytest.mark.slow(pytest.mark.filterwarnings("ignore::DeprecationWarning")(test))
-
-
 def program(*lines):
     """The command of an agent that is a few lines of Python."""
     return [sys.executable, "-c", "\n".join(("import json, os, sys", *lines))]
@@ -188,7 +183,8 @@ def agent_with(*lines):
     )
 
 
-@slow
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Tunix uses deprecated parts of JAX.
 def test_three_steps(ends, monkeypatch):
     """Episodes of the first batch hold their later turns until the other has updated the policy.
 
@@ -240,7 +236,8 @@ def test_three_steps(ends, monkeypatch):
     assert_nothing_left(ends)
 
 
-@slow
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_an_agent_that_dies_ends_the_training(ends):
     agent = agent_with(
         "play, played = remote_agent.play, itertools.count()",
@@ -256,7 +253,8 @@ def test_an_agent_that_dies_ends_the_training(ends):
     assert_nothing_left(ends)
 
 
-@slow
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_an_interrupt_ends_everything(ends):
     with Interrupts(), pytest.raises(AgentError, match="the agent was closed"):
         train(SHORT, lambda step: signal.raise_signal(signal.SIGINT))

@@ -197,7 +197,7 @@ def check_masks(episode):
     return len(calls)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Tunix uses deprecated parts of JAX.
 def test_two_steps(tmp_path, capsys):
     content = run(tmp_path, "--steps", "2", "--seed", "3")
@@ -215,7 +215,7 @@ def test_two_steps(tmp_path, capsys):
     assert content["episode"] in printed
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_without_the_prefix_cache_nothing_comes_from_it(tmp_path):
     content = run(tmp_path, "--steps", "1", "--no-prefix-cache")

@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 import hf_folder
 from addition_task import Problem, Tokenizer, load_checkpoint, model_config
 from sgljax_engine import Engine, load_model_config
+from tests.geometry import SMALL
 from tunix_sgljax import SglJaxRollout
 
 
@@ -40,6 +41,7 @@ def test_chat_template_asks_the_task(folder):
     assert text == "<bos>" + Problem(37, 58).prompt + "95"
 
 
+@pytest.mark.slow
 def test_engine_has_the_weights_of_the_policy(folder):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
     actor = load_checkpoint(hf_folder.CHECKPOINT, mesh)
@@ -47,10 +49,10 @@ def test_engine_has_the_weights_of_the_policy(folder):
         rollout_actor=actor,
         tokenizer=Tokenizer(),
         mesh=mesh,
-        max_running_requests=1,
         max_model_len=64,
+        **SMALL,
     )
-    with Engine(folder, max_running_requests=1, max_model_len=64) as engine:
+    with Engine(folder, max_model_len=64, **SMALL) as engine:
         assert engine.get_weights_checksum() == rollout.engine.get_weights_checksum()
         greedy = {"temperature": 0, "max_new_tokens": 4}
         assert engine.generate(Problem(37, 58).prompt, greedy)["text"] == "7+8="

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tuni
 QUICK_COMPILE = "steps and records of short trainings, not what they learn"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")
 def test_ppo_on_addition(tmp_path, capsys):
     arguments = ["--steps", "2", "--batch-size", "4", "--output-dir", str(tmp_path)]
@@ -25,7 +25,7 @@ def test_ppo_on_addition(tmp_path, capsys):
     assert " in 2 steps" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_evaluation_between_steps(tmp_path, capsys):
     arguments = ["--steps", "2", "--batch-size", "2", "--every", "1", "--held-out", "2"]
     assert evaluate_between_steps.main([*arguments, "--output-dir", str(tmp_path)]) == 0

@@ -2,9 +2,12 @@
 
 import gc
 
+import pytest
+
 import two_models
 
 
+@pytest.mark.slow
 def test_two_models_take_turns(capsys, monkeypatch):
     reports = []
     run = two_models.run

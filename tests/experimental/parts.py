@@ -37,8 +37,7 @@ def new_sampler(
     **arguments: Any,
 ) -> Iterator[SglJaxSampler]:
     """A sampler over a new rollout of the model."""
-    # Short dispatches, so that rounds meet running requests.
-    rollout = new_rollout(model, **({"decode_steps": 1} | arguments))
+    rollout = new_rollout(model, **arguments)
     try:
         yield SglJaxSampler(server_id, rollout, transport, policy_version=policy_version)
     finally:

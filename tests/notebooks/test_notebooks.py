@@ -21,8 +21,6 @@ from tests.threads import LIMIT_S
 
 QUICK_COMPILE = "that notebooks run as committed, not the numbers that they print"
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "notebooks"
 IMAGES = {
@@ -108,6 +106,7 @@ def check_pictures(notebook, name):
         assert len(png) < MAX_PICTURE_BYTES
 
 
+@pytest.mark.soak
 def test_quickstart(execute):
     notebook = execute("quickstart")
     check_pictures(notebook, "quickstart")
@@ -125,6 +124,7 @@ def test_quickstart(execute):
     assert printed(run["shutdown"]).startswith("EngineShutdownError: ")
 
 
+@pytest.mark.soak
 def test_interruption(execute):
     notebook = execute("interruption")
     check_pictures(notebook, "interruption")
@@ -146,6 +146,7 @@ def test_interruption(execute):
     assert any(len(row) == 3 for row in counts)
 
 
+@pytest.mark.soak
 def test_sleep_wake(execute):
     notebook = execute("sleep_wake")
     check_pictures(notebook, "sleep_wake")
@@ -164,6 +165,7 @@ def test_sleep_wake(execute):
 
 
 @pytest.mark.first
+@pytest.mark.soak
 def test_grpo(execute):
     notebook = execute("grpo")
     check_pictures(notebook, "grpo")
@@ -182,6 +184,7 @@ def test_grpo(execute):
 
 @pytest.mark.first
 @pytest.mark.real
+@pytest.mark.soak
 def test_real_model(execute):
     try:
         get_smollm2.get_smollm2()
@@ -226,6 +229,7 @@ def test_committed_notebook(name):
     assert printed(code["repository"]) == printed(code["install"]) == ""
 
 
+@pytest.mark.slow
 def test_install_cell_unpacks_what_it_is_given(tmp_path):
     """On Colab there is the notebook alone: the cells fetch the rest from a zip file."""
     notebook = json.loads((FOLDER / "quickstart.ipynb").read_text())
@@ -274,6 +278,7 @@ def test_all_install_cells_are_the_same():
         assert len({"".join(cells(notebook)[name]["source"]) for notebook in texts}) == 1
 
 
+@pytest.mark.slow
 def test_an_unknown_notebook_is_refused():
     result = subprocess.run(
         [sys.executable, FOLDER / "execute.py", "quikstart"], capture_output=True, text=True

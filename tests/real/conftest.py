@@ -8,6 +8,7 @@ import pytest
 
 import get_smollm2
 from sgljax_engine import Engine
+from tests.geometry import SMALL
 from tests.golden import smollm2_texts as texts
 
 
@@ -29,13 +30,7 @@ def golden():
 @pytest.fixture(scope="session")
 def engine(smollm2):
     """One engine for all tests of a process."""
-    with Engine(
-        smollm2,
-        max_running_requests=8,
-        batch_buckets=(8,),
-        max_model_len=1152,
-        stream_interval=1,
-    ) as engine:
+    with Engine(smollm2, max_model_len=1152, stream_interval=1, **SMALL) as engine:
         yield engine
 
 

@@ -619,10 +619,3 @@ RECIPES = (
     ),
 )
 """In the order of their numbers."""
-
-QUICK = (7, 20)
-"""Those that a short run of the tests tries.
-
-A LoRA actor through the command line, on the mesh that the rollout shares; and a program of the
-agentic learner that trains all weights, with a rollout on its own devices.
-"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.recipes import page
-from tests.recipes.recipes import NUM_DEVICES, QUICK, RECIPES
+from tests.recipes.recipes import NUM_DEVICES, RECIPES
 
 QUICK_COMPILE = "which recipes run, not what they learn"
 
@@ -18,22 +18,12 @@ def page_text():
     return page.OUTPUT.read_text(encoding="utf-8")
 
 
-def assert_as_on_page(numbers):
-    found = page.run_recipes(numbers)
-    said = page.outcomes_of(page_text())
-    assert found == {number: said[number] for number in numbers}
-
-
 @pytest.mark.first
-@pytest.mark.slow
-def test_some_recipes():
-    assert_as_on_page(QUICK)
-
-
-@pytest.mark.recipes
+@pytest.mark.soak
 @pytest.mark.parametrize("group", GROUPS)
 def test_recipes(group):
-    assert_as_on_page(GROUPS[group])
+    found, said = page.run_recipes(GROUPS[group]), page.outcomes_of(page_text())
+    assert found == {number: said[number] for number in GROUPS[group]}
 
 
 def test_the_page_is_written_from_the_table():
@@ -55,4 +45,3 @@ def test_the_table():
         assert count(fsdp * tp for fsdp, tp in shapes) <= NUM_DEVICES
         # As Tunix's trainer shards rows: a batch of four prompts, two samples each.
         assert 8 % trainer[0] == 0
-    assert set(QUICK) <= set(RUN)

@@ -12,7 +12,8 @@ from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
 from sgljax_engine import Engine, load_model_config
-from tests.server.served import FOLDER, OPTIONS
+from tests.geometry import other
+from tests.server.served import FOLDER
 
 if __name__ == "__main__":
     length = int(sys.argv[1])
@@ -21,8 +22,7 @@ if __name__ == "__main__":
         model_config=model,
         weights=load_file(FOLDER / "model.safetensors"),
         tokenizer=AutoTokenizer.from_pretrained(FOLDER),
-        num_kv_tokens=length,
-        **OPTIONS,
+        **other("contexts that differ in length alone", num_kv_tokens=length),
     ) as engine:
         engine.generate("a", {"max_new_tokens": 1})
         sys.stdout.write(f"{engine.serve(port=0).url}\n")

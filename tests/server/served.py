@@ -15,16 +15,11 @@ from sgljax_engine.server import Server, ServerConfig
 from tests import inside
 from tests.engine.interrupts import NUM_TOKENS, wait_until
 from tests.engine.small_tokenizers import GOLDEN
+from tests.geometry import SMALL
 from tests.threads import LIMIT_S, gate_steps, held, running, start, wait_for
 
 FOLDER = GOLDEN / "qwen3_gqa_tied"
 GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
-OPTIONS: dict[str, Any] = {
-    "page_size": 4,
-    "max_running_requests": 8,
-    "batch_buckets": (8,),  # one decode program to compile
-    "decode_steps": 4,
-}
 
 
 class Served:
@@ -81,7 +76,7 @@ def serving(engine: Engine, **options: Any) -> Iterator[Served]:
 @contextlib.contextmanager
 def served_golden(**options: Any) -> Iterator[Served]:
     """The golden model, with its tokenizer and template, behind HTTP."""
-    with Engine(FOLDER, **OPTIONS) as engine, serving(engine, **options) as served:
+    with Engine(FOLDER, **SMALL) as engine, serving(engine, **options) as served:
         yield served
 
 

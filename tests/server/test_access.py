@@ -15,8 +15,6 @@ from tests.engine.interrupts import make_engine
 from tests.server.served import serving
 from tests.threads import LIMIT_S
 
-QUICK_COMPILE = "who may call what"
-
 ADMIN = (
     ("POST", "/pause_generation"),
     ("POST", "/continue_generation"),

@@ -8,15 +8,14 @@ import pytest
 
 from sgljax_engine import Engine
 from tests.engine import small_tokenizers
-from tests.server.served import FOLDER, OPTIONS, events_of, serving
-
-QUICK_COMPILE = "the text of tokens, not which tokens come"
+from tests.geometry import SMALL
+from tests.server.served import FOLDER, events_of, serving
 
 
 @pytest.fixture(scope="module")
 def served():
     with (
-        Engine(FOLDER, tokenizer=small_tokenizers.byte_fallback(), **OPTIONS) as engine,
+        Engine(FOLDER, tokenizer=small_tokenizers.byte_fallback(), **SMALL) as engine,
         serving(engine) as served,
     ):
         yield served

@@ -19,8 +19,6 @@ from tests.engine.interrupts import make_engine
 from tests.server.served import serving
 from tests.threads import LIMIT_S, running, wait_for
 
-QUICK_COMPILE = "when connections end"
-
 
 @pytest.fixture(scope="module")
 def engine():
@@ -106,8 +104,8 @@ def test_a_client_that_takes_nothing_is_left(engine, monkeypatch):
     monkeypatch.setattr("sgljax_engine.server.connections._STALLED_S", 0.2)
     with serving(engine) as served:
         body = {
-            "input_ids": [[5, 6]] * 64,
-            "sampling_params": {"max_new_tokens": 150, "ignore_eos": True, "temperature": 0},
+            "input_ids": [[5, 6]] * 20,  # 6 MB, more than the sockets' buffers hold
+            "sampling_params": {"max_new_tokens": 100, "ignore_eos": True, "temperature": 0},
             "return_logprob": True,
             "top_logprobs_num": 100,
         }
@@ -204,8 +202,9 @@ CHILD = """
 import os, socket, sys
 from sgljax_engine import Engine
 from sgljax_engine.server import Server, ServerConfig
-from tests.server.served import FOLDER, OPTIONS
-with Engine(FOLDER, **OPTIONS) as engine:
+from tests.server.served import FOLDER
+from tests.geometry import SMALL
+with Engine(FOLDER, **SMALL) as engine:
     server = Server(engine, ServerConfig(port=0))
     client = socket.create_connection(("127.0.0.1", server.port))
     client.sendall(b"GET /health HTTP/1.1\\r\\nHost: localhost\\r\\n\\r\\n")
@@ -228,6 +227,7 @@ sys.stdout.write("done")
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_keeps_neither_port_nor_connections():
     root = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "engine")])}

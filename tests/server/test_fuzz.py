@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from sgljax_engine import Engine
 from tests.engine.interrupts import assert_idle
-from tests.server.served import FOLDER, OPTIONS, Served, serving
+from tests.geometry import other
+from tests.server.served import FOLDER, Served, serving
 from tests.threads import LIMIT_S, wait_for
 
 QUICK_COMPILE = "that answers are those of the schema"
@@ -35,7 +36,7 @@ FUZZ = settings(
 @pytest.fixture(scope="module")
 def served():
     with (
-        Engine(FOLDER, **{**OPTIONS, "max_model_len": 64, "num_kv_tokens": 1024}) as engine,
+        Engine(FOLDER, **other("thousands of answers, all short", max_model_len=64)) as engine,
         serving(engine, halt_timeout_s=0.02, max_requests=64, weights_root=FOLDER) as served,
     ):
         yield served

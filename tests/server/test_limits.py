@@ -31,8 +31,6 @@ from sgljax_engine.server.workers import TooSlowError, Workers
 from tests.server.served import served_golden
 from tests.threads import LIMIT_S
 
-QUICK_COMPILE = "which requests are too large"
-
 ANY = TypeAdapter(object)
 WIDE = dict.fromkeys(BodyLimits.__dataclass_fields__, 10**9)
 PIECES = [
@@ -278,7 +276,7 @@ class TestWorkers:
         asyncio.run(run())
 
 
-def test_the_table_in_the_docs():
+def test_the_table_in_the_docs(served):
     """Its numbers, in order of its rows; `max_requests` and the like stand for themselves."""
     page = (Path(__file__).parents[2] / "docs/server.md").read_text()
     section = page.split("\n## Limits\n")[1].split("\n## ")[0]
@@ -288,9 +286,8 @@ def test_the_table_in_the_docs():
         for name, value in rows
     }
     config = ServerConfig()
-    with served_golden() as served:
-        limits = BodyLimits.for_server(served.engine, config)
-        h11_bytes = served.server._uvicorn.config.h11_max_incomplete_event_size
+    limits = BodyLimits.for_server(served.engine, config)
+    h11_bytes = served.server._uvicorn.config.h11_max_incomplete_event_size
     count = config.max_requests
     expected = {
         "body, bytes (`max_body_bytes`)": [config.max_body_bytes],

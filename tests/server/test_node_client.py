@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from sgljax_engine import Engine
+from tests.geometry import SMALL
 from tests.server.node_packages import SOURCES, installed, node_path
 from tests.server.scripted import CALL, TOOLS, ScriptedTokenizer
-from tests.server.served import FOLDER, OPTIONS, serving
+from tests.server.served import FOLDER, serving
 from tests.threads import LIMIT_S
 
 pytestmark = pytest.mark.slow
@@ -29,7 +30,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def served(tokenizer):
-    with Engine(FOLDER, tokenizer=tokenizer, **OPTIONS) as engine, serving(engine) as served:
+    with Engine(FOLDER, tokenizer=tokenizer, **SMALL) as engine, serving(engine) as served:
         yield served
 
 

@@ -9,8 +9,9 @@ import openai
 import pytest
 
 from sgljax_engine import Engine
+from tests.geometry import SMALL
 from tests.server.scripted import CALL, TOOLS, ScriptedTokenizer
-from tests.server.served import FOLDER, OPTIONS, serving
+from tests.server.served import FOLDER, serving
 
 ASK: list[Any] = [{"role": "user", "content": "hi"}]
 IDS = {"return_token_ids": True, "return_weight_versions": True}
@@ -18,7 +19,7 @@ IDS = {"return_token_ids": True, "return_weight_versions": True}
 
 @pytest.fixture(scope="module")
 def served():
-    with Engine(FOLDER, **OPTIONS) as engine, serving(engine) as served:
+    with Engine(FOLDER, **SMALL) as engine, serving(engine) as served:
         yield served
 
 
@@ -344,7 +345,7 @@ class TestTokenExactTurns:
 def scripted():
     scripted = ScriptedTokenizer()
     with (
-        Engine(FOLDER, tokenizer=scripted, **OPTIONS) as engine,
+        Engine(FOLDER, tokenizer=scripted, **SMALL) as engine,
         serving(engine) as served,
         openai.OpenAI(base_url=f"{served.url}/v1", api_key="none") as client,
     ):

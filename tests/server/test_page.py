@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from sgljax_engine import Engine
+from tests.geometry import SMALL
 from tests.server.browser import Browser
-
-QUICK_COMPILE = "the page of the server"
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +28,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def engine():
-    with Engine(MODEL, page_size=16, max_running_requests=4) as engine:
+    with Engine(MODEL, **SMALL) as engine:
         yield engine
 
 
@@ -43,9 +42,9 @@ def server(engine):
 
 @contextlib.contextmanager
 def requests_running(url):
-    """Requests of eight samples, one after another, until the block ends."""
+    """Requests of more samples than run at once, one after another, until the block ends."""
     body = {
-        "input_ids": [[5, 6, 7, row] for row in range(10, 18)],
+        "input_ids": [[5, 6, 7, row] for row in range(10, 26)],
         "sampling_params": {"max_new_tokens": 400, "ignore_eos": True, "temperature": 0.0},
     }
     is_over = threading.Event()

@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from sgljax_engine import Engine
 from sgljax_engine.server import create_app
-from tests.engine.models import TINY, spread_weights
+from tests.engine.interrupts import make_engine
 
 PAGE = Path(__file__).parents[2] / "docs/server.md"
 
 
 @pytest.fixture(scope="module")
 def routes():
-    with Engine(model_config=TINY, weights=spread_weights(), page_size=4) as engine:
+    with make_engine() as engine:
         return set(create_app(engine).openapi()["paths"])
 
 

@@ -6,12 +6,13 @@ import pytest
 
 from sgljax_engine import Engine
 from tests.engine.small_tokenizers import CharTokenizer
-from tests.server.served import FOLDER, OPTIONS, serving
+from tests.geometry import SMALL
+from tests.server.served import FOLDER, serving
 
 
 @pytest.fixture(scope="module")
 def served():
-    with Engine(FOLDER, tokenizer=CharTokenizer(), **OPTIONS) as engine, serving(engine) as served:
+    with Engine(FOLDER, tokenizer=CharTokenizer(), **SMALL) as engine, serving(engine) as served:
         yield served
 
 

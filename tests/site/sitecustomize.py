@@ -4,8 +4,8 @@ JAX writes an entry in place, so another process that reads meanwhile finds half
 compiles for itself. With this folder on PYTHONPATH each entry is written beside its place and then
 renamed: the processes of a test run share one cache without a lock.
 
-Python imports a module of this name when it starts. JAX may not be installed then: what imports it
-meets the hook below. conftest.py puts the folder on the path, and does the same for its own process.
+Python imports a module of this name when it starts, before JAX is imported: the hook below waits
+for that. tests/compilation.py puts the folder on the path, and does the same for its own process.
 """
 
 from __future__ import annotations

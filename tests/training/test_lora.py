@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from sgljax_engine import InvalidConfigError
+from tests.tiers import tiered
 from tests.training.test_train import check_steps, read_records, train
 from tests.training.tiny import shape_of, write_config
 from tunix_sgljax.checkpoints.lora_settings import read_settings
@@ -58,9 +59,8 @@ def num_bytes(state):
 # ------------------------------------------------------------------ parts
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("qtype", [None, "int8", "nf4"])
-@pytest.mark.parametrize("family", QUANTISED)
+@pytest.mark.parametrize("family", tiered(QUANTISED, [], ["qwen3"]))
 def test_memory_is_that_of_the_actor(tmp_path, family, qtype):
     model: dict[str, Any] = {
         "actor_model_config__family": family,
@@ -84,6 +84,7 @@ def test_memory_is_that_of_the_actor(tmp_path, family, qtype):
         assert memory_of(config_of(tmp_path, *overrides, override, **model)).reference == 0
 
 
+@pytest.mark.slow
 def test_abstract_pairs_are_the_actors(tmp_path):
     config = config_of(tmp_path, "actor_model_config.remat=block")
     assert config.actor_model_config.lora_config is not None
@@ -104,6 +105,7 @@ def base_buffers(model):
     return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(base)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("qtype", [None, "int8"])
 def test_the_frozen_model_begins_with_the_actors_arrays(tmp_path, qtype):
     int8 = [f"{KEY}.weight_qtype=int8", f"{KEY}.module_path=.*mlp.*"]
@@ -218,7 +220,7 @@ def check_refusals(tmp_path, path, checkpoints, capsys):
     assert train(path, "--dry-run", f"{KEY}.rank=2") == 0
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_full_checkpoint_is_no_base_of_pairs(tmp_path, capsys):
     path = write_config(
         tmp_path, rl_training_config__checkpoint_root_directory=str(tmp_path / "full")
@@ -229,14 +231,14 @@ def test_a_full_checkpoint_is_no_base_of_pairs(tmp_path, capsys):
     assert "holds whole models, but lora_config is given" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_vanilla_trains_the_same_pairs(tmp_path):
     path = write_config(tmp_path, actor_model_config__lora_config=LORA)
     assert train(path, "rollout_engine=vanilla") == 0
     check_steps(read_records(tmp_path), [1, 2], [None, None])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("offloads", [False, True])
 def test_quantised_bases_are_trained_beside(tmp_path, offloads):
     path = write_config(
@@ -255,7 +257,7 @@ def test_quantised_bases_are_trained_beside(tmp_path, offloads):
     assert all(np.abs(pair).max() > 0 for pair in pairs.values())
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")
 def test_ppo_trains_pairs_and_all_of_the_critic(tmp_path):
     path = write_config(

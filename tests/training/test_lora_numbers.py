@@ -12,6 +12,7 @@ from tests.training.tiny import write_config
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix and orbax
 
 
+@pytest.mark.slow
 def test_new_pairs_change_nothing_and_follow_the_seed(tmp_path):
     config = config_of(tmp_path)
     a, b, other = actor_of(config), actor_of(config), actor_of(config_of(tmp_path, "seed=1"))
@@ -21,8 +22,8 @@ def test_new_pairs_change_nothing_and_follow_the_seed(tmp_path):
     assert not np.asarray(pair(a).w_lora_b[...]).any()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("offloads", [pytest.param(False, marks=pytest.mark.soak), True])
+@pytest.mark.soak
+@pytest.mark.parametrize("offloads", [False, True])
 def test_adapters_need_no_reference_model(tmp_path, offloads):
     rewards = []
     for mode in ("merged", "adapter"):

@@ -256,6 +256,7 @@ def test_checkpoint_of_another_model_is_refused(config, tmp_path):
         load_policy(section, find_model(section), make_meshes(config)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_critic_gives_a_value_to_each_token(config, family):
     section = ModelSection(family=family, shape=shape_of(family))

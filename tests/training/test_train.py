@@ -67,7 +67,7 @@ def test_grpo_with_evaluation_between_steps(tmp_path, capsys):
     assert len(trace.named("update_params")) == 1, "one step was asked for"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_pad_and_end_token_may_be_one(tmp_path, caplog):
     path = write_config(tmp_path, tokenizer_config__function="tiny_task:EndPaddingTokenizer")
     assert train(path) == 0
@@ -83,7 +83,7 @@ def test_quiet(tmp_path, capsys):
     assert not output.err
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_over_sampling_is_in_lines_records_and_timeline(tmp_path, capsys):
     section = {"factor": 2, "known_rewards": "tiny_task:nothing_known"}
     path = write_config(tmp_path, over_sampling=section, task__dataset_args={"num": 8})
@@ -132,12 +132,14 @@ def test_steps_that_no_timeline_can_have(tmp_path, capsys, override, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.soak
 def test_one_override_switches_the_engine(tmp_path, capsys):
     assert train(write_config(tmp_path), "rollout_engine=vanilla") == 0
     check_steps(read_records(tmp_path), [1, 2], [None, None])
     assert "rollout by vanilla" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_resumes_from_the_newest_checkpoint(tmp_path, capsys):
     checkpoints = tmp_path / "checkpoints"
     path = write_config(
@@ -158,7 +160,7 @@ def test_resumes_from_the_newest_checkpoint(tmp_path, capsys):
     assert "nothing to train: the checkpoint holds 2 steps of 2" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")
 @pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")  # when reading heads
 def test_ppo_trains_policy_and_critic(tmp_path):
@@ -187,6 +189,7 @@ def value_head(folder, step):
     return np.asarray(head["value"] if isinstance(head, dict) else head)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")
 def test_ppo_refuses_fractions_of_rewards(tmp_path, capsys):
     path = write_config(tmp_path, training_mode="ppo", ppo_config={"beta": 0.0})
@@ -202,6 +205,7 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interruptible")
 def test_interrupt_finishes_the_step(tmp_path, capsys):
     path = write_config(tmp_path, task__reward_functions=["tiny_task:interrupting"])

@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml
 
+from tests.geometry import SMALL
+
 
 def shape_of(family: str) -> dict[str, Any]:
     """The fields of a tiny model's `ModelConfig` in Tunix, with tied embeddings."""
@@ -42,13 +44,7 @@ _CONFIG: dict[str, Any] = {
     "batch_size": 2,
     "rl_training_config": {"actor_optimizer_config": {"opt_type": "adam", "learning_rate": 1e-2}},
     "rollout_config": {"max_prompt_length": 8, "total_generation_steps": 8, "temperature": 1.0},
-    "sgljax_config": {
-        "page_size": 4,
-        "max_running_requests": 8,
-        "batch_buckets": [8],  # few programs to compile
-        "chunked_prefill_size": 64,
-        "token_buckets": [64],
-    },
+    "sgljax_config": {**SMALL},
 }
 
 

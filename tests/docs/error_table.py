@@ -1,0 +1,565 @@
+"""The errors of docs/troubleshooting.md and plain_messages.txt, one row each.
+
+A row has a name, the call that makes the error, its class, what the message names as wrong, and
+what it names as the limit or the way out. Calls are of the functions that check, where these can be
+reached without an engine: only what comes from a running engine asks `Parts` for one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from tunix.models.qwen3.model import ModelConfig as Qwen3Config
+from tunix.models.qwen3.model import Qwen3
+
+from sgljax_engine import (
+    CheckpointError,
+    CompileForbiddenError,
+    Engine,
+    EngineConfig,
+    EngineError,
+    EngineShutdownError,
+    EngineStateError,
+    EngineStepError,
+    InvalidConfigError,
+    InvalidRequestError,
+    OffloadError,
+    SamplingParams,
+    UnsupportedModelError,
+    WeightLoadError,
+    WeightsLostError,
+    WeightSyncError,
+    find_weight_files,
+    hf_rules,
+    load_model_config,
+    model_config_from_hf,
+    preview_engine,
+)
+from sgljax_engine.builder.group import build_shapes
+from sgljax_engine.builder.sources import check_sources, folder_weights, same_model_weights
+from sgljax_engine.checkpoint.manager import CheckpointManager
+from sgljax_engine.core.checkpoint_writer import load_checkpoint
+from sgljax_engine.io_struct import PauseGenerationReqInput
+from sgljax_engine.models.registry import get_model
+from sgljax_engine.placement.submeshes import check_divides, place
+from sgljax_engine.processing.conversation import conversation_ids
+from sgljax_engine.processing.input_processor import Limits, LogprobArgs, RequestFactory
+from sgljax_engine.processing.seeds import SeedSource
+from sgljax_engine.processing.tokenizer import wrap_tokenizer
+from sgljax_engine.weights.apply import apply
+from sgljax_engine.weights.plan import WeightPlanner
+from sgljax_engine.weights.rules import check_rules
+from tests import inside
+from tests import tunix_reference as ref
+from tests.adapter.helpers import MODEL, EndingTokenizer, new_rollout, rollout_config
+from tests.engine.checkpoint_cases import make_checkpoint
+from tests.engine.models import TINY, TINY_MOE, ForeignTensor, spread_weights
+from tests.engine.small_tokenizers import GOLDEN, CharTokenizer
+from tests.geometry import SMALL
+from tunix_sgljax import RLCluster, sampling
+from tunix_sgljax.cli.tunix_model import BaseTensors, TunixModel
+from tunix_sgljax.exactness.trainer_match import TrainerMatch
+from tunix_sgljax.lora import find_lora
+from tunix_sgljax.mappings import WeightMapper
+from tunix_sgljax.model_config import to_model_config
+from tunix_sgljax.rollout.generating import PromptEncoder
+from tunix_sgljax.rollout_config.checks import FieldChecker, check_axis_types, check_fields
+from tunix_sgljax.rollout_config.engine_options import (
+    ask_options,
+    check_same_engine,
+    make_engine_config,
+)
+from tunix_sgljax.rollout_config.modes import check_lengths
+from tunix_sgljax.training.lora import abstract_actor
+from tunix_sgljax.training.models import ModelSpec
+from tunix_sgljax.training.schema import LoraConfig
+
+FOLDER = GOLDEN / "qwen3_gqa_tied"
+QWEN3 = Qwen3Config(**ref.CONFIGS[MODEL])
+REQUESTS = RequestFactory(TINY, Limits(max_model_len=256, max_kv_tokens=160), None, SeedSource(0))
+ASK: list[Any] = [{"role": "user", "content": "Count to ten."}]
+
+
+class Parts:
+    """A folder for files, and an engine, made on first use, which every row leaves as it was."""
+
+    def __init__(self, tmp_path: Path, stack: contextlib.ExitStack) -> None:
+        self.tmp_path = tmp_path
+        self._stack = stack
+        self._engine: Engine | None = None
+
+    @property
+    def engine(self) -> Engine:
+        """Serves TINY, without a tokenizer; warm, and compiles no more."""
+        if self._engine is None:
+            made = Engine(model_config=TINY, weights=spread_weights(), forbid_compile=True, **SMALL)
+            self._engine = self._stack.enter_context(made)
+            made.warmup()
+        return self._engine
+
+    def empty(self) -> Path:
+        """A new folder with nothing in it."""
+        count = sum(1 for _ in self.tmp_path.iterdir())
+        (self.tmp_path / str(count)).mkdir()
+        return self.tmp_path / str(count)
+
+
+# ------------------------------------------------------------------ checks without an engine
+
+
+def options(**given: Any) -> None:
+    EngineConfig.from_options(given)
+
+
+def plan(model: Any = TINY, devices: int = 1, **given: Any) -> None:
+    """Plans an engine, which checks read the shape of a mesh for: one device may stand there often.
+
+    Its arrays and programs are not made.
+    """
+    mesh = Mesh(np.array(jax.devices()[:1] * devices), ("tp",))
+    build_shapes(model, EngineConfig.from_options(given), "float32", mesh)
+
+
+def hf(**changes: Any) -> None:
+    """Reads a config.json with other settings."""
+    model_config_from_hf(json.loads((FOLDER / "config.json").read_text()) | changes)
+
+
+def sources(path: Any = None, model: Any = None, weights: Any = None) -> None:
+    check_sources(path, model, weights, None, "auto")
+
+
+def weight_files(folder: Path, *, is_cut: bool = False, has_index: bool = False) -> Path:
+    """Puts weights into a folder, once more with an index, or half of them."""
+    shutil.copyfile(FOLDER / "model.safetensors", folder / "model.safetensors")
+    if is_cut:
+        data = (folder / "model.safetensors").read_bytes()
+        (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+    if has_index:
+        shard = "model-00001-of-00001.safetensors"
+        shutil.copyfile(FOLDER / "model.safetensors", folder / shard)
+        index = {"weight_map": {"model.norm.weight": shard}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def request(
+    prompt: Any = None, ids: Any = None, logprobs: LogprobArgs | None = None, **params: Any
+) -> None:
+    REQUESTS.make(prompt, params, ids, logprobs or LogprobArgs(), is_streaming=False)
+
+
+def update(change: Callable[[dict[str, Any]], Any]) -> None:
+    """Makes new weights of a source in which something is wrong."""
+    weights: dict[str, Any] = spread_weights()
+    change(weights)
+    apply(*planner().plan(weights, hf_rules(TINY)))
+
+
+def planner() -> WeightPlanner:
+    specs = get_model(TINY.architecture).param_specs(TINY)
+    return WeightPlanner(place(TINY, None, "float32").whole.weight_targets(specs))
+
+
+def lose_weights() -> None:
+    """A hook that gives other values each time, as one that reads something outside might."""
+    calls = itertools.count()
+
+    def unsteady(weight: jax.Array) -> jax.Array:
+        number = jax.ShapeDtypeStruct((), np.float32)
+        return weight + jax.pure_callback(lambda: np.float32(next(calls)), number)
+
+    rules = [
+        rule._replace(hook=unsteady if "norm" in rule.source else None) for rule in hf_rules(TINY)
+    ]
+    planned, arrays = planner().plan(spread_weights(), rules)
+    old: Any = {name: jnp.zeros(1) for name in planned.targets}
+    apply(planned, arrays, [old], verify=True)
+
+
+def forget_head(weights: dict[str, Any]) -> None:
+    weights["model.norm.weight"] = np.ones(16, np.float32)
+    del weights["lm_head.weight"]
+
+
+def delete_norm(weights: dict[str, Any]) -> None:
+    weights["model.norm.weight"] = jnp.asarray(weights["model.norm.weight"])
+    weights["model.norm.weight"].delete()
+
+
+def turn(weights: dict[str, Any], name: str = "model.layers.0.mlp.up_proj.weight") -> None:
+    weights[name] = weights[name].T
+
+
+def fields(**given: Any) -> None:
+    check_fields(rollout_config(**given))
+
+
+def devices(**given: Any) -> None:
+    """What a rollout does with sizes of a config before it makes an engine."""
+    config = make_engine_config(ask_options(rollout_config(**given)), {}, 64)
+    preview_engine(TINY, config=config)
+
+
+def explicit_axes() -> None:
+    kinds = (jax.sharding.AxisType.Explicit,) * 2
+    check_axis_types(
+        jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=kinds, devices=jax.devices()[:1])
+    )
+
+
+@ref.deprecations_ignored()
+def actor() -> Any:
+    """A Tunix model of shapes alone."""
+    return nnx.eval_shape(lambda: Qwen3(QWEN3, rngs=nnx.Rngs(0)))
+
+
+def lora_without_scale() -> None:
+    model = actor()
+    projection = model.layers[0].attn.q_proj
+    projection.w_lora_a = nnx.LoRAParam(np.ones((64, 2), np.float32))
+    projection.w_lora_b = nnx.LoRAParam(np.ones((2, 4, 16), np.float32))
+    find_lora(model, None)
+
+
+def lora_of_another_actor() -> None:
+    pair = nnx.LoRAParam(np.ones((64, 2), np.float32))
+    WeightMapper(None, TINY).named_source(nnx.State({"layers": {0: {"w_lora_a": pair}}}))
+
+
+def pairs_without_scale() -> None:
+    TunixModel(
+        folder=Path("checkpoints/actor/200/model_params"),
+        model=TINY,
+        base=BaseTensors(of_text={}, names={}, beside={}),
+        tensors=None,
+        pairs={"layers.0.attn.q_proj.w_lora_a": np.ones((64, 2), np.float32)},
+        scale=None,
+    ).hf_pairs(None)
+
+
+@ref.deprecations_ignored()  # of qwix
+def lora_path() -> None:
+    section = LoraConfig(rank=8, alpha=16.0, module_path="q_proj")
+    abstract_actor(ModelSpec("qwen3", Qwen3, QWEN3), section)
+
+
+def closed_rollout() -> None:
+    rollout = new_rollout(actor())
+    rollout.close()
+    rollout.generate(["2 3"], rollout_config())
+
+
+def experts() -> None:
+    assert TINY_MOE.moe is not None
+    moe = dataclasses.replace(TINY_MOE.moe, num_experts=6, intermediate_size=66)
+    check_divides(dataclasses.replace(TINY_MOE, moe=moe), 4)
+
+
+def restore(folder: Path, model: Any = TINY, **forged: Any) -> None:
+    """Reads a checkpoint of no requests, with other values in its manifest."""
+    metadata = {"model": dataclasses.asdict(TINY), "weight_version": 0}
+    CheckpointManager(folder).save(make_checkpoint([], metadata=metadata))
+    if forged:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        (folder / "manifest.json").write_text(json.dumps(manifest | forged))
+    load_checkpoint(folder, model)
+
+
+# ------------------------------------------------------------------ a running engine
+
+
+@contextlib.contextmanager
+def held_request(engine: Engine, rid: str | None = None) -> Iterator[Engine]:
+    """A request that has started and holds its pages while generation is paused in place."""
+    params = {"max_new_tokens": 120}
+    stream = engine.generate(input_ids=[1, 2, 3], sampling_params=params, stream=True, rid=rid)
+    try:
+        next(stream)
+        engine.pause_generation("in_place")
+        yield engine
+    finally:
+        stream.close()
+        engine.continue_generation()
+
+
+def while_held(call: Callable[[Engine], Any]) -> Callable[[Parts], None]:
+    def make(parts: Parts) -> None:
+        with held_request(parts.engine, "sample-7") as engine:
+            call(engine)
+
+    return make
+
+
+def asleep(parts: Parts) -> None:
+    parts.engine.sleep()
+    try:
+        parts.engine.score([[1, 2, 3]])
+    finally:
+        parts.engine.wake_up()
+
+
+def without_weights(call: Callable[[Engine], Any], give_up: Callable[[Engine], Any]) -> Any:
+    def make(parts: Parts) -> None:
+        give_up(parts.engine)
+        try:
+            call(parts.engine)
+        finally:
+            parts.engine.update_weights(spread_weights())
+
+    return make
+
+
+def delete_one(engine: Engine) -> None:
+    """What a device that lost an array does: the program cannot run."""
+    next(iter(inside.runner(engine).weights.values())).delete()
+
+
+def sleep_deeply(engine: Engine) -> None:
+    engine.sleep(level=2)
+    engine.wake_up()
+
+
+def ended(_: Parts) -> None:
+    engine = Engine(model_config=TINY, load_format="dummy", **SMALL)
+    engine.shutdown()
+    engine.generate(input_ids=[1])
+
+
+# ------------------------------------------------------------------ the table
+
+
+class Row(NamedTuple):
+    """An error; the module's docstring says what each field is."""
+
+    name: str
+    make: Callable[[Parts], Any]
+    error: type[EngineError]
+    field: str
+    limit: str
+
+
+ONE: Any = {"input_ids": [1]}
+EVAL = {"EVAL": rollout_config(max_tokens_to_generate=128)}
+CONFIG: Any = EngineConfig()
+DICT: Any = {"page_size": 16}  # no engine
+NONE: Any = None
+PAIR: Any = ("embed", "model.embed_tokens.weight")
+STOP: Any = "stop"
+FIXED = rollout_config(rollout_sglang_jax_chunked_prefill_size=512)
+MANY_HEADS = dataclasses.replace(TINY, num_heads=12, num_kv_heads=4, intermediate_size=96,
+                                 vocab_size=96)  # fmt: skip
+
+TABLE = [Row(*row) for row in (
+    # ---- an engine's options
+    ("unknown_option", lambda _: options(max_running_request=64),
+     InvalidConfigError, "'max_running_request'", "'max_running_requests'"),
+    ("foreign_option", lambda _: options(max_num_seqs=64),
+     InvalidConfigError, "'max_num_seqs'", "'max_running_requests'"),
+    ("config_and_options",  # no engine
+     lambda _: Engine(model_config=TINY, config=CONFIG, page_size=16),
+     InvalidConfigError, "page_size", "not both"),
+    ("config_type", lambda _: Engine(model_config=TINY, config=DICT),
+     InvalidConfigError, "config", "EngineConfig"),
+    ("not_a_folder", lambda _: sources("Qwen/Qwen3-0.6B"),
+     InvalidConfigError, "model_path", "a folder"),
+    ("model_config_type", lambda _: sources(model={"vocab_size": 128}),
+     InvalidConfigError, "model_config", "a ModelConfig"),
+    ("weights_are_a_path", lambda _: sources(model=TINY, weights="path/to/checkpoint"),
+     InvalidConfigError, "weights", "model_path"),
+    ("batch_buckets", lambda _: options(max_running_requests=64, batch_buckets=(1, 4)),
+     InvalidConfigError, "batch_buckets", "(64)"),
+    ("token_buckets", lambda _: options(token_buckets=(100,)),
+     InvalidConfigError, "token_buckets", "16"),
+    ("dtype", lambda _: options(dtype="fp16"),
+     InvalidConfigError, "dtype", "'float16'"),
+    ("deterministic_backend",
+     lambda _: options(enable_deterministic_sampling=True, attention_backend="xla"),
+     InvalidConfigError, "attention_backend", "'xla_rows'"),
+    ("context_length", lambda _: plan(max_model_len=1024),
+     InvalidConfigError, "max_model_len", "256"),
+    ("num_kv_tokens", lambda _: plan(num_kv_tokens=10**12),
+     InvalidConfigError, "num_kv_tokens", "at most"),
+    ("mem_fraction", lambda _: plan(mem_fraction_static=1e-12),
+     InvalidConfigError, "mem_fraction_static", "one KV page"),
+    ("pallas", lambda _: plan(attention_backend="pallas"),
+     InvalidConfigError, "attention_backend", "GPUs"),
+    ("native", lambda _: plan(devices=2, linear_backend="native"),
+     InvalidConfigError, "linear_backend", "one device"),
+    ("mesh_heads", lambda _: plan(devices=3),
+     InvalidConfigError, "num_heads", "(3)"),
+    ("mesh_kv_heads", lambda _: plan(MANY_HEADS, devices=6),
+     InvalidConfigError, "num_kv_heads", "(6)"),
+    ("experts_do_not_divide", lambda _: experts(),
+     InvalidConfigError, "moe.num_experts", "(4)"),
+    ("tokenizer_type", lambda _: wrap_tokenizer(SimpleNamespace(encode=list)),
+     InvalidConfigError, "tokenizer", "decode"),
+    # ---- a model's folder
+    ("no_config_json", lambda p: load_model_config(p.empty()),
+     InvalidConfigError, "config.json", "no such file"),
+    ("architecture", lambda _: hf(architectures=["MixtralForCausalLM"]),
+     UnsupportedModelError, "'MixtralForCausalLM'", "Gemma2ForCausalLM"),
+    ("model_setting", lambda _: hf(quantization_config={"quant_method": "awq"}),
+     UnsupportedModelError, "quantization_config", "only None"),
+    ("rope_type", lambda _: hf(
+        rope_parameters={"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}),
+     UnsupportedModelError, "rope_type", "'llama3'"),
+    ("shards_missing", lambda p: folder_weights(TINY, p.empty()),
+     WeightLoadError, "model.safetensors", "no such"),
+    ("two_sets_of_weights", lambda p: find_weight_files(weight_files(p.empty(), has_index=True)),
+     WeightLoadError, "model.safetensors.index.json", "delete"),
+    ("truncated_weights", lambda p: folder_weights(TINY, weight_files(p.empty(), is_cut=True)),
+     WeightLoadError, "model.safetensors", "truncated"),
+    # ---- a rollout
+    ("no_pad_token", lambda _: PromptEncoder(EndingTokenizer(eos=None, pad=None)),
+     InvalidConfigError, "pad", "name a pad token"),
+    ("meaningless_field",
+     lambda _: FieldChecker(is_strict=True).check(rollout_config(rollout_vllm_server_mode=True)),
+     InvalidConfigError, "rollout_vllm_server_mode", "default"),
+    ("decided_sampling", lambda _: fields(rollout_vllm_sampling_kwargs={"temperature": 0.5}),
+     InvalidConfigError, "rollout_vllm_sampling_kwargs['temperature']", "temperature=0.0"),
+    ("lora_parameters", lambda _: lora_of_another_actor(),
+     WeightSyncError, "'layers.0.w_lora_a'", "no LoRA parameters"),
+    ("lora_scale", lambda _: lora_without_scale(),
+     InvalidConfigError, "'layers.0.attn.q_proj.w'", "lora_scaling="),
+    ("convert_scale", lambda _: pairs_without_scale(),
+     InvalidConfigError, "checkpoints/", "--lora-alpha"),
+    ("lora_module_path", lambda _: lora_path(),
+     InvalidConfigError, "lora_config.module_path", "layers/<layer>/attn/k_proj"),
+    ("tensor_parallel_size", lambda _: devices(tensor_parallel_size=4),
+     InvalidConfigError, "tp_size 4", "has 1"),
+    ("data_parallel_size", lambda _: devices(data_parallel_size=2),
+     InvalidConfigError, "data_parallel_size 2", "has 1"),
+    ("engine_options_fixed", lambda _: check_same_engine(ask_options(FIXED), CONFIG, {}),
+     InvalidConfigError, "rollout_sglang_jax_chunked_prefill_size", "2048"),
+    ("log_level",
+     lambda _: sampling.apply_log_level(rollout_config(rollout_sglang_jax_log_level="loud")),
+     InvalidConfigError, "rollout_sglang_jax_log_level", "a logging level"),
+    ("sampling_params_of_a_rollout", lambda _: sampling.check_extra_params({"temperature": 0.7}),
+     InvalidConfigError, "'temperature'", "RolloutConfig"),
+    ("logprobs_mode", lambda _: sampling.check_logprobs_mode("processed"),
+     InvalidConfigError, "logprobs_mode", "'processed_logprobs'"),
+    ("incomparable_logprobs",
+     lambda _: sampling.check_comparable("processed_logprobs", SamplingParams(top_p=0.9)),
+     InvalidConfigError, "top_p=0.9", "'trainer_logprobs'"),
+    ("trainer_match_offload",
+     lambda _: TrainerMatch(pad_id=0, eos_id=1, batch_size=None).refuse_offload(),
+     InvalidConfigError, "'trainer_match'", "offload_to_cpu"),
+    ("unknown_model", lambda _: to_model_config(SimpleNamespace(num_layers=2), context_length=64),
+     UnsupportedModelError, "SimpleNamespace", "tunix.models.qwen2.model"),
+    ("rollout_worker", lambda _: RLCluster(
+        actor=NONE, tokenizer=NONE, cluster_config=NONE, rollout_worker=CONFIG),
+     InvalidConfigError, "rollout_worker", "a BaseRollout"),
+    ("explicit_axes", lambda _: explicit_axes(),
+     InvalidConfigError, "axes", "Auto"),
+    ("evaluation_too_long", lambda _: check_lengths(EVAL, 64),
+     InvalidConfigError, "max_tokens_to_generate 128", "64 tokens"),
+    ("rollout_closed", lambda _: closed_rollout(),
+     EngineShutdownError, "rollout", "closed"),
+    # ---- requests
+    ("unknown_sampling_field", lambda _: SamplingParams.from_dict({"temprature": 0.5}),
+     InvalidRequestError, "'temprature'", "'temperature'"),
+    ("renamed_sampling_field", lambda _: SamplingParams.from_dict({"max_tokens": 64}),
+     InvalidRequestError, "max_tokens", "max_new_tokens"),
+    ("refused_sampling_field", lambda _: SamplingParams.from_dict({"regex": "[0-9]+"}),
+     InvalidRequestError, "regex", "not implemented"),
+    ("out_of_range", lambda _: SamplingParams.from_dict({"top_p": 0}),
+     InvalidRequestError, "top_p", "(0, 1]"),
+    ("prompt_too_long", lambda _: request(ids=[1] * 300),
+     InvalidRequestError, "300 tokens", "255"),
+    ("request_too_long", lambda _: request(ids=[1] * 200, max_new_tokens=128),
+     InvalidRequestError, "max_new_tokens (128)", "256"),
+    ("pool_too_small", lambda _: request(ids=[1] * 100, max_new_tokens=100),
+     InvalidRequestError, "199 KV tokens", "160"),
+    ("no_tokenizer", lambda _: request("The capital of France is"),
+     InvalidRequestError, "prompt", "input_ids"),
+    ("ids_as_prompt", lambda _: request([5, 6]),
+     InvalidRequestError, "prompt", "input_ids"),
+    ("messages_as_prompt", lambda _: request(ASK),
+     InvalidRequestError, "prompt", "Engine.chat"),
+    ("text_as_ids", lambda _: request(ids="The capital of France is"),
+     InvalidRequestError, "input_ids", "a list"),
+    ("one_sequence_to_score", lambda _: REQUESTS.check_scored([1, 2, 3], 1.0, None),
+     InvalidRequestError, "sequences", "a list of lists"),
+    ("empty_prompt", lambda _: request(ids=[]),
+     InvalidRequestError, "the prompt", "at least one token"),
+    ("token_out_of_vocabulary", lambda _: request(ids=[5, 128]),
+     InvalidRequestError, "input_ids", "[0, 128)"),
+    ("stop_needs_tokenizer", lambda _: request(ids=[1], stop=["</answer>"]),
+     InvalidRequestError, "stop", "a tokenizer"),
+    ("no_chat_template", lambda _: conversation_ids(wrap_tokenizer(CharTokenizer()), ASK),
+     InvalidRequestError, "messages", "input_ids"),
+    ("logprobs_not_asked_for", lambda _: request(ids=[1], logprobs=LogprobArgs(top_logprobs_num=5)),
+     InvalidRequestError, "top_logprobs_num=5", "return_logprob=True"),
+    ("pause_mode", lambda _: PauseGenerationReqInput(mode=STOP),
+     InvalidRequestError, "mode", "'retract'"),
+    ("rid_in_use", while_held(lambda e: e.generate(rid="sample-7", **ONE)),
+     InvalidRequestError, "'sample-7'", "another request"),
+    ("not_warm", lambda p: p.engine.generate(**ONE, sampling_params={"repetition_penalty": 1.1}),
+     CompileForbiddenError, "forbid_compile", "warmup(include_table=True)"),
+    ("failed_step", without_weights(lambda e: e.generate(**ONE), delete_one),
+     EngineStepError, "request", "device step"),
+    ("shut_down", ended,
+     EngineShutdownError, "the engine", "shut down"),
+    # ---- pauses and sleep
+    ("kv_in_use", while_held(lambda e: e.release_kv_cache()),
+     EngineStateError, "KV cache", "mode='retract'"),
+    ("in_place_flush",
+     while_held(lambda e: e.update_weights(spread_weights(), mode="in_place", flush_cache=True)),
+     EngineStateError, "flush_cache=True", "1 running request(s)"),
+    ("wait_in_pause", while_held(lambda e: e.update_weights(spread_weights(), mode="wait")),
+     EngineStateError, "mode='wait'", "pause_generation('in_place')"),
+    ("asleep", asleep,
+     EngineStateError, "['weights', 'kv_cache']", "wake_up"),
+    ("no_weights", without_weights(lambda e: e.generate(**ONE), sleep_deeply),
+     EngineStateError, "no weights", "update_weights"),
+    ("failed_offload", without_weights(lambda e: e.sleep(), delete_one),
+     OffloadError, "weights or KV pages", "nothing has changed"),
+    # ---- weights
+    ("weights_of_another_model", lambda _: same_model_weights(TINY, FOLDER, None),
+     WeightLoadError, "vocab_size 320", "not 128"),
+    ("folder_without_config", lambda p: same_model_weights(TINY, p.empty(), None),
+     WeightLoadError, "config.json", "give arrays"),
+    ("weights_file", lambda _: same_model_weights(TINY, FOLDER / "model.safetensors", None),
+     WeightLoadError, "weights", "a folder"),
+    ("weights_do_not_fit", lambda _: update(forget_head),
+     WeightSyncError, "'model.norm.weight' [16]", "[32]"),
+    ("other_orientation", lambda _: update(turn),
+     WeightSyncError, "'model.layers.0.mlp.up_proj.weight'", "logical_rules"),
+    ("not_finite", lambda _: update(lambda w: w["model.norm.weight"].fill(np.nan)),
+     WeightSyncError, "'model.norm.weight'", "check_finite=False"),
+    ("rules_type", lambda _: check_rules([PAIR]),
+     WeightSyncError, "rules", "Rule"),
+    ("foreign_array", lambda _: update(lambda w: w.update({"model.norm.weight": ForeignTensor()})),
+     WeightSyncError, "'model.norm.weight'", "from_dlpack"),
+    ("deleted_source", lambda _: update(delete_norm),
+     WeightSyncError, "'model.norm.weight'", "donated"),
+    ("weights_lost", lambda _: lose_weights(),
+     WeightsLostError, "new weights", "half-way"),
+    # ---- checkpoints of requests
+    ("no_checkpoint", lambda p: load_checkpoint(p.tmp_path / "none.ckpt", TINY),
+     CheckpointError, "none.ckpt", "no such folder"),
+    ("folder_without_checkpoint", lambda p: load_checkpoint(p.empty(), TINY),
+     CheckpointError, "manifest.json", "no such file"),
+    ("damaged_checkpoint", lambda p: restore(p.empty(), timestamp=1.0),
+     CheckpointError, "manifest.json", "SHA-256"),
+    ("newer_checkpoint", lambda p: restore(p.empty(), version=2),
+     CheckpointError, "version 2", "newer than 1"),
+    ("checkpoint_of_another_model",
+     lambda p: restore(p.empty(), dataclasses.replace(TINY, rms_norm_eps=1e-5)),
+     CheckpointError, "rms_norm_eps 1e-06", "1e-05"),
+)]  # fmt: skip
+"""All of them, in the order of the page."""
