@@ -108,15 +108,12 @@ def climbed(output, *args: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.slow
 def test_some_rungs_run(tmp_path, capsys):
-    """The first, a change and the deterministic one."""
-    names = ["JAX and a kernel", gpu_ladder.BASE, "products of one input, and gates, in one kernel"]
-    names += ["deterministic: all fused"]
+    """The first ones, without a change."""
+    names = ["JAX and a kernel", gpu_ladder.BASE]
     rungs = climbed(tmp_path / "ladder.md", "--only", *names)
     assert list(rungs) == names
-    for name in names[2:]:
-        assert rungs[name]["is_right"]
-        assert rungs[name]["largest difference"] > 0
-        assert rungs[name]["compared tokens"] > 0
+    assert rungs[gpu_ladder.BASE]["is_right"]
+    assert rungs[gpu_ladder.BASE]["compared tokens"] > 0
     capsys.readouterr()
 
 
