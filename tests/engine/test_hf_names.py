@@ -35,7 +35,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 FOLDERS = ["qwen2_bias_untied", "qwen3_gqa_tied", "gemma3_window", "llama_scaled_untied"]
 """Those with a square projection."""
 FAST = ("qwen3_gqa_tied",)
-SLOW = ("gemma3_window", "qwen3_moe_odd_sharded")
+SLOW = ("gemma3_window",)
 
 OPTIONS: dict[str, Any] = {**SMALL, "dtype": "float32"}
 SQUARE = "model.layers.0.self_attn.k_proj.weight"

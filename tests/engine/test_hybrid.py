@@ -350,7 +350,7 @@ def test_heads_that_do_not_divide_are_refused(name, tp_size, named):
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param("grouped", marks=pytest.mark.slow),
+        pytest.param("grouped", marks=pytest.mark.soak),
         pytest.param("ungrouped", marks=pytest.mark.soak),
     ],
 )
@@ -371,7 +371,7 @@ def test_random_weights(small):
 
 @pytest.mark.parametrize(
     ("num_examples", "num_steps"),
-    [pytest.param(250, 40, marks=pytest.mark.slow), pytest.param(500, 60, marks=pytest.mark.soak)],
+    [pytest.param(30, 30, marks=pytest.mark.slow), pytest.param(500, 60, marks=pytest.mark.soak)],
 )
 def test_interrupt_machine(num_examples, num_steps):
     """Runs the machine that models without states have, with few slots for states."""

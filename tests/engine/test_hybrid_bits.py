@@ -73,7 +73,7 @@ class TestEngine:
         [
             ("native", "off"),
             pytest.param("native", "always", marks=pytest.mark.soak),
-            pytest.param("portable", "off", marks=pytest.mark.slow),
+            pytest.param("portable", "off", marks=pytest.mark.soak),
             pytest.param("portable", "always", marks=pytest.mark.soak),
         ],
         indirect=["backend"],

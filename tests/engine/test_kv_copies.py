@@ -13,10 +13,10 @@ from tests.devices import run_python
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param("placement", marks=pytest.mark.slow),
+        pytest.param("placement", marks=pytest.mark.soak),
         pytest.param("outputs", marks=pytest.mark.slow),
         pytest.param("families", marks=pytest.mark.soak),
-        pytest.param("states", marks=pytest.mark.slow),
+        pytest.param("states", marks=pytest.mark.soak),
     ],
 )
 def test_on_eight_devices(case):
