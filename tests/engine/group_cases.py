@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import importlib
 import logging
+import math
 import operator
 import sys
 import tempfile
@@ -329,7 +330,8 @@ def routing() -> None:
 
 def moves() -> None:
     """Requests that wait move to engines with free rows, and nothing is lost."""
-    with make(mesh_of((2, 1), ("fsdp", "tp"))) as engine:
+    # However long a step takes here, it is of as many tokens.
+    with make(mesh_of((2, 1), ("fsdp", "tp")), max_dispatch_s=math.inf) as engine:
         # In turn: one engine gets the long ones, and the other is done soon.
         prompts = [[5 + row] * 40 for row in range(24)]
         params = [

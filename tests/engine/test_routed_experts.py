@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -197,7 +198,7 @@ class TestInterruptions:
 
     def test_ended_requests(self, routed):
         """Those with keys for all tokens have their experts, and others do not."""
-        engine = SteppedEngine(TINY_MOE, **OPTIONS)
+        engine = SteppedEngine(TINY_MOE, **OPTIONS, max_dispatch_s=math.inf)
         futures = engine.add(prompts(), GREEDY)
         engine.step(2)
         core = engine.core
