@@ -177,13 +177,9 @@ def planner() -> WeightPlanner:
 def lose_weights() -> None:
     """A hook that gives other values each time, as one that reads something outside might."""
     calls = itertools.count()
-
-    def unsteady(weight: jax.Array) -> jax.Array:
-        number = jax.ShapeDtypeStruct((), np.float32)
-        return weight + jax.pure_callback(lambda: np.float32(next(calls)), number)
-
     rules = [
-        rule._replace(hook=unsteady if "norm" in rule.source else None) for rule in hf_rules(TINY)
+        rule._replace(hook=lambda w: w + next(calls)) if "norm" in rule.source else rule
+        for rule in hf_rules(TINY)
     ]
     planned, arrays = planner().plan(spread_weights(), rules)
     old: Any = {name: jnp.zeros(1) for name in planned.targets}

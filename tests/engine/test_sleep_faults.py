@@ -29,10 +29,9 @@ BOTH = ("weights", "kv_cache")
 
 
 @pytest.fixture(scope="module")
-def shared(request):
-    """Pages move in chunks of four. Its parameter is an attention backend."""
-    backend = getattr(request, "param", "auto")
-    with small_copies(), make_engine(attention_backend=backend) as engine:
+def shared():
+    """Pages move in chunks of four."""
+    with small_copies(), make_engine() as engine:
         engine.warmup()
         assert inside.runner(engine).kv_memory.pages_per_copy == 4
         yield engine
@@ -165,49 +164,61 @@ class TestSleep:
         assert_untouched(calls, expected, engine, prefilled)
 
 
-class TestWakeUp:
-    @pytest.mark.parametrize("tags", [None, ["weights"], ["kv_cache"]])
-    @pytest.mark.parametrize(
-        ("shared", "name", "k", "error"),
-        [
-            ("auto", "to_device", 1, RuntimeError),
-            ("auto", "to_device", 2, MemoryError),
-            ("auto", "to_device", 6, RuntimeError),
-            ("auto", "allocate_kv_pages", 1, MemoryError),
-            ("auto", "run", 1, RuntimeError),
-            ("auto", "run", 4, MemoryError),
-            # Only portable backends have contiguous KV.
-            pytest.param(
-                "xla_rows", "allocate_contiguous_kv", 1, RuntimeError, marks=pytest.mark.slow
-            ),
-        ],
-        indirect=["shared"],
-    )
-    def test_sleeps_on_and_can_be_tried_again(
-        self, engine, expected, monkeypatch, plant, name, k, tags, error
-    ):
-        calls = start_all(engine, PROMPTS)
-        take_steps(engine, 8)  # so that there are pages enough for several copies
-        prefilled = engine.get_internal_state().counters.num_prefill_tokens
-        engine.sleep(2, preserve_state=True)
-        before = look(engine)
-        owner = inside.runner(engine).programs if name == "run" else None
-        count = plant(owner, name, k, error("planted fault"))
-        # The weights are one load, and the first one.
-        if tags != ["weights"] or (name, k) == ("to_device", 1):
-            with pytest.raises(OffloadError, match=r"planted fault.* sleeps on") as caught:
-                engine.wake_up(tags)
-            assert len(count) == k
-            assert isinstance(caught.value.__cause__, error)
-            assert look(engine) == before
-            engine.check_integrity()
+def assert_it_sleeps_on(engine, expected, plant, fault, tags):
+    """It is put to sleep, and cannot be woken at first."""
+    name, k, error = fault
+    calls = start_all(engine, PROMPTS)
+    take_steps(engine, 8)  # so that there are pages enough for several copies
+    prefilled = engine.get_internal_state().counters.num_prefill_tokens
+    engine.sleep(2, preserve_state=True)
+    before = look(engine)
+    owner = inside.runner(engine).programs if name == "run" else None
+    count = plant(owner, name, k, error("planted fault"))
+    with pytest.raises(OffloadError, match=r"planted fault.* sleeps on") as caught:
         engine.wake_up(tags)
-        if tags is not None:
-            assert engine.is_sleeping()
-            monkeypatch.undo()
-            engine.wake_up()
-        assert_untouched(calls, expected, engine, prefilled)
-        assert engine.get_internal_state().host_bytes == 0
+    assert len(count) == k
+    assert isinstance(caught.value.__cause__, error)
+    assert look(engine) == before
+    engine.check_integrity()
+    engine.wake_up(tags)
+    if tags is not None:
+        assert engine.is_sleeping()
+        engine.wake_up()
+    assert_untouched(calls, expected, engine, prefilled)
+    assert engine.get_internal_state().host_bytes == 0
+
+
+class TestWakeUp:
+    @pytest.mark.parametrize("tags", [None, ["kv_cache"]])
+    @pytest.mark.parametrize(
+        "fault",
+        [
+            ("to_device", 1, RuntimeError),
+            ("to_device", 2, MemoryError),
+            ("to_device", 6, RuntimeError),
+            ("allocate_kv_pages", 1, MemoryError),
+            ("run", 1, RuntimeError),
+            ("run", 4, MemoryError),
+        ],
+    )
+    def test_sleeps_on_and_can_be_tried_again(self, engine, expected, plant, fault, tags):
+        assert_it_sleeps_on(engine, expected, plant, fault, tags)
+
+    def test_weights_alone(self, engine, expected, plant):
+        """They are one load, and the first one."""
+        fault = ("to_device", 1, RuntimeError)
+        assert_it_sleeps_on(engine, expected, plant, fault, ["weights"])
+
+    @pytest.mark.slow
+    def test_contiguous_kv(self, plant):
+        """Only portable backends have it."""
+        with small_copies(), make_engine(attention_backend="xla_rows") as engine:
+            whole = engine.generate_requests(PROMPTS, LONG)
+            expected = [(out.output_ids, out.logprobs) for out in whole]
+            for tags in (None, ["kv_cache"]):
+                engine.flush_cache()
+                fault = ("allocate_contiguous_kv", 1, RuntimeError)
+                assert_it_sleeps_on(engine, expected, plant, fault, tags)
 
     @pytest.mark.parametrize("order", [BOTH, BOTH[::-1]])
     def test_what_is_awake_stays_awake(self, engine, expected, plant, order):

@@ -22,7 +22,7 @@ if __name__ == "__main__":
         model_config=model,
         weights=load_file(FOLDER / "model.safetensors"),
         tokenizer=AutoTokenizer.from_pretrained(FOLDER),
-        **other("contexts that differ in length alone", num_kv_tokens=length),
+        **other("one very long context, not eight", num_kv_tokens=max(length, 8 * 512)),
     ) as engine:
         engine.generate("a", {"max_new_tokens": 1})
         sys.stdout.write(f"{engine.serve(port=0).url}\n")

@@ -26,7 +26,7 @@ SIZE = ServerConfig().max_body_bytes - 1000
 JSON = {"content-type": "application/json"}
 
 
-@pytest.fixture(scope="module", params=[512, 131_072])
+@pytest.fixture(scope="module", params=[512, pytest.param(131_072, marks=pytest.mark.soak)])
 def server(request):
     """Process id and address, of a model with a short context and of one with a long one."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "engine")])}
