@@ -106,7 +106,7 @@ def climbed(output, *args: str) -> dict[str, dict[str, Any]]:
     return rungs
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_some_rungs_run(tmp_path, capsys):
     """The first ones, without a change."""
     names = ["JAX and a kernel", gpu_ladder.BASE]

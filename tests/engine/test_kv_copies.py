@@ -14,7 +14,7 @@ from tests.devices import run_python
     "case",
     [
         pytest.param("placement", marks=pytest.mark.soak),
-        pytest.param("outputs", marks=pytest.mark.slow),
+        pytest.param("outputs", marks=pytest.mark.soak),
         pytest.param("families", marks=pytest.mark.soak),
         pytest.param("states", marks=pytest.mark.soak),
     ],

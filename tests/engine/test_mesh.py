@@ -13,7 +13,7 @@ from tests.devices import run_python
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "llama_bias_untied"
 
-SCRIPT = """
+SETUP = """
 import dataclasses
 import sys
 import jax, numpy as np
@@ -66,14 +66,16 @@ def sleep_and_wake(engine, memory):
     assert shardings(engine) == before
 
 saved_pages._CHUNK_BYTES = 8192
+mesh = Mesh(devices[:2].reshape(1, 2), ("fsdp", "tp"))
+"""
 
+SERVES = """
 with Engine(model_config=ONE, weights=spread_weights(ONE), **SMALL) as single:
     expected = outputs(single)
     scored = single.score(prompts[:3])
 
     # Data ranks are engines of their own: group_cases has those.
     trainer = Mesh(devices[:2], ("fsdp",))
-    mesh = Mesh(devices[:2].reshape(1, 2), ("fsdp", "tp"))
     # The trainer's arrays: sharded over the same devices, or on another part of them.
     sharded = {
         name: jax.device_put(
@@ -125,6 +127,15 @@ with Engine(model_config=ONE, weights=spread_weights(ONE), **SMALL) as single:
             assert engine.get_weights_checksum() == single.get_weights_checksum()
             assert outputs(engine) == expected
 
+try:
+    Engine(model_config=ONE, mesh=Mesh(devices.reshape(1, 8), ("fsdp", "tp")))
+except InvalidConfigError as error:
+    assert "num_heads must be a multiple of the size of the tensor axis (8), got 4" in str(error)
+else:
+    raise AssertionError("4 heads cannot be spread over 8 devices")
+"""
+
+BIASES = """
 # Biases: as transformers computes them.
 golden = np.load(f"{GOLDEN}/golden.npz")
 with Engine(GOLDEN, mesh=mesh, dtype="float32", **SMALL) as engine:
@@ -134,6 +145,9 @@ with Engine(GOLDEN, mesh=mesh, dtype="float32", **SMALL) as engine:
     for i, output in enumerate(engine.generate_requests(given, greedy)):
         assert output.output_ids == golden[f"greedy_{i}"].tolist()[:24], i
 
+"""
+
+BITS = """
 # Deterministic sampling, of requests that share a batch and of the same ones alone.
 seeded = [SamplingParams(temperature=0.8, seed=i, max_new_tokens=24) for i in range(len(prompts))]
 bits = []
@@ -147,18 +161,17 @@ for options in (SMALL, ALONE):
                               [len(p) for p in prompts])
         assert all(np.array_equal(a, b) for a, b in zip(scored, logprobs)), options
 assert bits[0] == bits[1], "deterministic sampling on a mesh"
-
-try:
-    Engine(model_config=ONE, mesh=Mesh(devices.reshape(1, 8), ("fsdp", "tp")))
-except InvalidConfigError as error:
-    assert "num_heads must be a multiple of the size of the tensor axis (8), got 4" in str(error)
-else:
-    raise AssertionError("4 heads cannot be spread over 8 devices")
-print("mesh ok")
 """
 
 
-@pytest.mark.slow
-def test_eight_devices():
-    done = run_python("-c", SCRIPT, GOLDEN, num_devices=8)
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(SERVES, id="serves", marks=pytest.mark.slow),
+        pytest.param(BIASES, id="biases", marks=pytest.mark.soak),
+        pytest.param(BITS, id="bits", marks=pytest.mark.soak),
+    ],
+)
+def test_eight_devices(script):
+    done = run_python("-c", SETUP + script + "print('mesh ok')", GOLDEN, num_devices=8)
     assert "mesh ok" in done.stdout

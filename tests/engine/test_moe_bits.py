@@ -37,7 +37,13 @@ REQUESTS = [each for each in requests(40, 64, 156) if not each.params.changes_lo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [BITS_MODEL, NEXT_MODEL], ids=["plain", "hybrid"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(BITS_MODEL, id="plain"),
+        pytest.param(NEXT_MODEL, id="hybrid", marks=pytest.mark.soak),
+    ],
+)
 @pytest.mark.parametrize("backend", ["native", pytest.param("portable", marks=pytest.mark.soak)])
 def test_no_bit_differs(backend, model, monkeypatch):
     """Alone or together, in other chunks, orders and pages; as XLA computes it too."""
