@@ -274,7 +274,7 @@ class TestSlots:
             Engine(GOLDEN / "llama_tied", **OPTIONS, num_state_slots=2)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_int8_has_the_numbers_of_the_rounded_weights():
     weights = spread_weights(HYBRID)
     small, tokens = scores(HYBRID, weights, quantization="int8")
