@@ -1,4 +1,4 @@
-"""Cases of `test_kv_copies`: each runs in a process of its own that has eight devices."""
+"""Cases of `test_kv_copies`: they run in processes of their own that have eight devices."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def outputs() -> None:
         # Of a model with a kv head for each device, which has nothing to copy.
         expected = collectives(engine)
         assert set(expected) == {"prefill", "decode"}
-    model, mesh = tiny(1), mesh_of(1, 4)
+    model, mesh = tiny(2), mesh_of(1, 4)
     weights = spread_weights(model)
     with Engine(model_config=model, weights=weights, **SMALL) as engine:
         tokens = tokens_of(engine.generate_requests(PROMPTS, GREEDY))
@@ -255,4 +255,5 @@ def placement() -> None:
 
 if __name__ == "__main__":
     assert len(jax.devices()) == 8
-    globals()[sys.argv[1]]()
+    for case in sys.argv[1:]:
+        globals()[case]()

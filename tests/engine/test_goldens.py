@@ -24,22 +24,10 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 FAST = ("gemma2_window", "llama_scaled_untied", "qwen2_bias_untied", "qwen3_gqa_tied")
 """Those of the fast tier: what layers without experts and without shared keys have."""
 SLOW = (
-    "gemma3_window",
-    "gemma4_moe_keys_as_values",
-    "gemma4_shared_keys",
-    "gemma4_unified_window",
-    "gemma_mqa",
-    "llama_attention_bias_tied",
-    "mistral_window",
-    "qwen3_moe_odd_sharded",
-)
-"""With those of the fast tier one of each architecture, but for names of multimodal ones."""
-
-SLOW = (
     *("gemma_mqa", "gemma3_window", "gemma4_multimodal_keys_as_values", "gemma4_shared_keys"),
     *("llama_attention_bias_tied", "mistral_window", "qwen3_moe_odd_sharded"),
 )
-"""Those of the slow tier: with these each architecture has one. The others are of the soak."""
+"""Those of the slow tier: with these each family has one. The others are of the soak."""
 
 FOLDERS = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
 

@@ -90,7 +90,7 @@ class TestEngine:
         assert drafts == "off" or 0 < counters.num_accepted_tokens < counters.num_draft_tokens
 
     @pytest.mark.parametrize(
-        "backend", ["native", pytest.param("portable", marks=pytest.mark.slow)], indirect=True
+        "backend", ["native", pytest.param("portable", marks=pytest.mark.soak)], indirect=True
     )
     def test_a_turn_that_goes_on_from_its_state(self, backend, alone):
         """A sampled token's log-prob equals its score as part of a prompt's answer."""

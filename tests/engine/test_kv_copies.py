@@ -11,16 +11,16 @@ from tests.devices import run_python
 
 
 @pytest.mark.parametrize(
-    "case",
+    "cases",
     [
         pytest.param("placement", marks=pytest.mark.soak),
-        pytest.param("outputs", marks=pytest.mark.soak),
+        pytest.param("outputs states", marks=pytest.mark.slow),
         pytest.param("families", marks=pytest.mark.soak),
-        pytest.param("states", marks=pytest.mark.soak),
     ],
 )
-def test_on_eight_devices(case):
+def test_on_eight_devices(cases):
+    """Cases of a process have engines of the same programs."""
     run_python(
-        *("-W", "ignore", "-m", "tests.engine.kv_copies_cases", case),
+        *("-W", "ignore", "-m", "tests.engine.kv_copies_cases", *cases.split()),
         num_devices=8,
     )
