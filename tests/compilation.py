@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
-import jaxlib
+import jaxlib.version
 from jax._src import lru_cache
 
 from tests.site.sitecustomize import write_whole
@@ -33,7 +33,7 @@ def _processor() -> str:
 CACHE = (
     Path(__file__).parents[1]
     / ".cache"
-    / f"programs-{jax.__version__}-{jaxlib.__version__}-{_processor()}"
+    / f"programs-{jax.__version__}-{jaxlib.version.__version__}-{_processor()}"
 )
 """The compilation cache of all tests, kept between runs.
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import jax
-import jaxlib
+import jaxlib.version
 import pytest
 from jax._src import lru_cache
 
@@ -44,7 +44,7 @@ def test_processes_that_tests_start_do_so_too(imported):
 def test_it_is_kept_in_the_checkout_for_these_versions():
     assert jax.config.jax_compilation_cache_dir == str(compilation.CACHE)  # type: ignore[attr-defined]
     assert compilation.CACHE.parent.name == ".cache"
-    assert f"-{jax.__version__}-{jaxlib.__version__}-" in compilation.CACHE.name
+    assert f"-{jax.__version__}-{jaxlib.version.__version__}-" in compilation.CACHE.name
 
 
 def test_what_is_old_goes(tmp_path, monkeypatch):

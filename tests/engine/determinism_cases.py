@@ -133,10 +133,11 @@ def make_engine(
 ) -> Engine:
     """A deterministic one, unless told otherwise; with JIT-compiled kernels, by default."""
     flag = None if target.unavailable() is None else True
+    given: dict[str, Any] = {"enable_deterministic_sampling": flag, **options}
     return Engine(
         model_config=model,
         weights=spread_weights(model) if weights is None else weights,
-        **({"enable_deterministic_sampling": flag} | dict(options)),
+        **given,
     )
 
 

@@ -101,7 +101,7 @@ def generate_merged(plain, adapter):
 @pytest.fixture(scope="module")
 def merged(plain):
     """What engines with the adapters merged into their weights generate, by seed; None for none."""
-    outputs = {None: generate_merged(plain, ({}, logical_rules(TINY)))}
+    outputs: dict[int | None, Any] = {None: generate_merged(plain, ({}, logical_rules(TINY)))}
     for seed in (1, 2, 3):
         outputs[seed] = generate_merged(plain, make_adapter(seed))
     assert len({str(out) for out in outputs.values()}) == 4

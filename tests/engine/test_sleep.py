@@ -728,6 +728,7 @@ def host_arrays(engine):
     """Weak references to all memory that an engine sleeps with."""
     kept = inside.core(engine).sleep_manager._copies
     assert kept.weights
+    assert kept.pages is not None
     assert kept.pages.chunks
     copies = [
         *kept.weights.values(),

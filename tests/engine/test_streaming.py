@@ -42,7 +42,7 @@ OTHER_PROMPT = [9, 8]
 
 
 def make_engine(**options: Any) -> Engine:
-    given = ONE_STEP | {"tokenizer": CharTokenizer()} | options
+    given: dict[str, Any] = ONE_STEP | {"tokenizer": CharTokenizer()} | options
     return Engine(model_config=TINY, weights=spread_weights(), **given)
 
 
