@@ -38,6 +38,8 @@ from tests.geometry import CHUNKED, SMALL, WIDE
 
 NUM_LAYERS, NUM_CHOSEN, MAX_LEN = TINY_MOE.num_layers, 3, 128
 OPTIONS: dict[str, Any] = {**SMALL, "enable_return_routed_experts": True}
+RETRACTING = {**CHUNKED, "init_new_token_ratio": 0.0, "min_new_token_ratio": 0.0}
+"""Requests start without room for their outputs."""
 GREEDY = SamplingParams(temperature=0, max_new_tokens=11, ignore_eos=True)
 
 Routed = Callable[[Sequence[int]], np.ndarray]
@@ -102,7 +104,7 @@ class TestOutputs:
         "options",
         [
             {},
-            pytest.param(CHUNKED, marks=pytest.mark.slow),
+            pytest.param(RETRACTING, marks=pytest.mark.slow),
             pytest.param({"disable_radix_cache": True}, marks=pytest.mark.slow),
             pytest.param({"enable_deterministic_sampling": True}, marks=pytest.mark.slow),
             pytest.param(WIDE, marks=pytest.mark.slow),
@@ -110,11 +112,13 @@ class TestOutputs:
         ids=["small", "chunked", "no cache", "deterministic", "wide"],
     )
     def test_they_are_those_of_a_plain_pass(self, options, routed):
+        num_tokens = 40 if options is RETRACTING else 11
+        params = dataclasses.replace(GREEDY, max_new_tokens=num_tokens)
         with make(**options) as engine:
             for _ in range(2):  # the second time with cached prefixes
-                outputs = engine.generate_requests(prompts(), GREEDY)
+                outputs = engine.generate_requests(prompts(), params)
                 check(outputs, routed)
-            if options is CHUNKED:
+            if options is RETRACTING:
                 assert engine.get_internal_state().counters.num_retractions > 0
 
     def test_samples_of_a_prompt(self, routed):
