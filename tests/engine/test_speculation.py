@@ -126,7 +126,7 @@ def test_models(model, options):
             assert len(ours.draft_sources) == len(ours.output_ids)
             np.testing.assert_array_equal(ours.routed_experts, theirs.routed_experts)
         assert counters_of(engine).num_accepted_history > 100
-        assert sum(map(bool, found[0].draft_sources)) >= PARAMS[0].max_new_tokens // 2
+        assert sum(map(bool, found[0].draft_sources)) >= len(found[0].output_ids) // 2
         assert engine.flush_cache().success
 
 
