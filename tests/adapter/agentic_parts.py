@@ -15,7 +15,8 @@ from tunix.rl.rl_cluster import RLCluster, RLTrainingConfig
 
 from tests import tunix_reference as ref
 from tests.adapter.grpo_parts import EOS, MODEL, make_parts, rollout_config
-from tests.adapter.helpers import ENGINE_OPTIONS, EndingTokenizer, text_of
+from tests.adapter.helpers import EndingTokenizer, text_of
+from tests.geometry import SMALL
 from tests.threads import LIMIT_S, start
 from tunix_sgljax import AgenticGrpoLearner, SglJaxRollout
 
@@ -142,7 +143,7 @@ def make_cluster(
         "compute_logps_micro_batch_size": PER_STEP if in_consumer else 1,
     }
     parts = make_parts(
-        rollout_engine=functools.partial(rollout, **(ENGINE_OPTIONS | options)),
+        rollout_engine=functools.partial(rollout, **(SMALL | options)),
         rollout_config=rollout_config(
             max_tokens_to_generate=RESPONSE, return_logprobs=True, kv_cache_size=128
         ),

@@ -23,9 +23,6 @@ MODEL = "gqa2_tied"
 
 VOCAB_SIZE = ref.CONFIGS[MODEL]["vocab_size"]
 
-ENGINE_OPTIONS: dict[str, Any] = {**SMALL}
-"""The same everywhere, so that one program of each kind serves most engines."""
-
 
 class EndingTokenizer(ref.IntegerTokenizer):
     """An integer tokenizer with special tokens of one's choice."""
@@ -65,7 +62,7 @@ def new_rollout(model: nnx.Module, **arguments: Any) -> SglJaxRollout:
     merged: dict[str, Any] = {
         "tokenizer": ref.IntegerTokenizer(),
         "rollout_config": rollout_config(),
-        **ENGINE_OPTIONS,
+        **SMALL,
         **arguments,
     }
     return SglJaxRollout(rollout_actor=model, **merged)

@@ -26,7 +26,8 @@ from sgljax_engine import InvalidConfigError, localize
 from tests import inside
 from tests import tunix_reference as ref
 from tests.adapter import grpo_parts as parts
-from tests.adapter.helpers import ENGINE_OPTIONS, new_rollout, params_of, text_of
+from tests.adapter.helpers import new_rollout, params_of, text_of
+from tests.geometry import SMALL
 from tunix_sgljax import SglJaxRollout
 
 NUM_PROCESSES = 2
@@ -57,7 +58,7 @@ def make_cluster() -> Any:
     made = parts.make_parts(
         meshes=dict.fromkeys((Role.ACTOR, Role.REFERENCE, Role.ROLLOUT), mesh),
         max_steps=NUM_STEPS,
-        rollout_engine=functools.partial(SglJaxRollout, **ENGINE_OPTIONS),
+        rollout_engine=functools.partial(SglJaxRollout, **SMALL),
         rollout_config=parts.rollout_config(seed=jax.process_index()),
     )
     for role in ("actor", "reference"):

@@ -28,14 +28,13 @@ from sgljax_engine import (
 from tests import inside
 from tests import tunix_reference as ref
 from tests.adapter.helpers import (
-    ENGINE_OPTIONS,
     MODEL,
     EndingTokenizer,
     new_rollout,
     rollout_config,
     tokens_of,
 )
-from tests.geometry import CHUNKED
+from tests.geometry import CHUNKED, SMALL
 from tunix_sgljax import SglJaxRollout, create_sgljax_rollout
 
 FIELDS = {field.name: field for field in dataclasses.fields(RolloutConfig)}
@@ -293,7 +292,7 @@ def test_keywords_win_over_the_config(make_rollout):
     kwargs = {"page_size": 8, "decode_steps": 3}  # no engine
     config = {"rollout_sglang_jax_page_size": 32, "rollout_sglang_jax_kwargs": kwargs}
     rollout = make_rollout(config=config, decode_steps=5)  # no engine
-    assert rollout._builder.engine_config.cache.page_size == ENGINE_OPTIONS["page_size"]
+    assert rollout._builder.engine_config.cache.page_size == SMALL["page_size"]
     assert rollout._builder.engine_config.scheduler.decode_steps == 5
 
 

@@ -33,11 +33,10 @@ from tests.adapter.grpo_parts import (
     reward,
     rollout_config,
 )
-from tests.adapter.helpers import ENGINE_OPTIONS
 from tests.geometry import SMALL
 from tunix_sgljax import GrpoLearner, RLCluster, SglJaxRollout, create_sgljax_rollout
 
-PARTIAL = functools.partial(SglJaxRollout, **ENGINE_OPTIONS)
+PARTIAL = functools.partial(SglJaxRollout, **SMALL)
 
 # Warnings of Tunix itself and of what it uses, while it trains.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -99,7 +98,7 @@ def test_rollout_worker_made_beforehand(closing):
         model_config=parts.model.config,
         mesh=parts.mesh,
         max_model_len=128,
-        **ENGINE_OPTIONS,
+        **SMALL,
     )
     closing.append(rollout)
     cluster = RLCluster(**parts.arguments, rollout_worker=rollout)
@@ -235,7 +234,7 @@ def test_without_a_worker_it_is_tunixs_cluster():
 def test_a_workers_config_is_checked_and_taken_over(closing):
     parts = make_parts(rollout_config=rollout_config(rollout_vllm_server_mode=True))
     rollout = create_sgljax_rollout(
-        parts.model, parts.arguments["tokenizer"], strict_config=True, **ENGINE_OPTIONS
+        parts.model, parts.arguments["tokenizer"], strict_config=True, **SMALL
     )
     closing.append(rollout)
     with pytest.raises(InvalidConfigError, match="rollout_vllm_server_mode"):

@@ -14,7 +14,8 @@ from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
 from tests import tunix_families as families
 from tests import tunix_reference as ref
 from tests.adapter.grpo_parts import EOS, one_device_mesh, rollout_config
-from tests.adapter.helpers import ENGINE_OPTIONS, EndingTokenizer, text_of
+from tests.adapter.helpers import EndingTokenizer, text_of
+from tests.geometry import SMALL
 from tunix_sgljax import SglJaxRollout, mismatch_report
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -38,7 +39,7 @@ def test_twenty_steps(name):
 
     model = families.make(name)
     mesh = one_device_mesh()
-    fields: dict[str, Any] = {"rollout_engine": functools.partial(SglJaxRollout, **ENGINE_OPTIONS)}
+    fields: dict[str, Any] = {"rollout_engine": functools.partial(SglJaxRollout, **SMALL)}
     config = ClusterConfig(
         **fields,
         role_to_mesh=dict.fromkeys((Role.ACTOR, Role.REFERENCE, Role.ROLLOUT), mesh),

@@ -14,7 +14,6 @@ from sgljax_engine import InvalidConfigError, SamplingParams
 from tests import lora_models
 from tests import tunix_reference as ref
 from tests.adapter.helpers import (
-    ENGINE_OPTIONS,
     MODEL,
     VOCAB_SIZE,
     max_difference,
@@ -23,6 +22,7 @@ from tests.adapter.helpers import (
     rollout_config,
     text_of,
 )
+from tests.geometry import SMALL
 from tests.threads import LIMIT_S, gate_steps, running, start, take_steps
 from tunix_sgljax import VersionedRolloutOutput, create_sgljax_rollout
 from tunix_sgljax.sampling import WeightUpdateMode
@@ -195,7 +195,7 @@ def test_every_mode_is_accepted(model, mode):
 def test_bad_options_are_refused(model, options, match):
     for make in (
         functools.partial(new_rollout, model),
-        functools.partial(create_sgljax_rollout, model, ref.IntegerTokenizer(), **ENGINE_OPTIONS),
+        functools.partial(create_sgljax_rollout, model, ref.IntegerTokenizer(), **SMALL),
     ):
         with pytest.raises(InvalidConfigError, match=match):
             make(**options)

@@ -16,12 +16,13 @@ from sgljax_engine import InvalidConfigError
 from tests import lora_models
 from tests import tunix_reference as ref
 from tests.adapter import grpo_parts as parts
-from tests.adapter.helpers import ENGINE_OPTIONS, max_difference, new_rollout, scores
+from tests.adapter.helpers import max_difference, new_rollout, scores
 from tests.devices import run_python
+from tests.geometry import SMALL
 from tunix_sgljax import RLCluster as OurCluster
 from tunix_sgljax import SglJaxRollout, mismatch_report
 
-ENGINE = functools.partial(SglJaxRollout, **ENGINE_OPTIONS)
+ENGINE = functools.partial(SglJaxRollout, **SMALL)
 
 TOKENS = (
     jax.numpy.asarray([[0, 0, 3, 4], [5, 6, 7, 8]]),

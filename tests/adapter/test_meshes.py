@@ -21,7 +21,7 @@ from tunix.rl.rl_cluster import RLCluster, Role
 from sgljax_engine import InvalidConfigError
 from tests import inside
 from tests.adapter import grpo_parts as parts
-from tests.adapter.helpers import ENGINE_OPTIONS
+from tests.geometry import SMALL
 from tunix_sgljax import SglJaxRollout
 
 devices = np.array(jax.devices())
@@ -29,7 +29,7 @@ assert len(devices) == 4
 trainer = Mesh(devices[:2].reshape(2, 1), ("fsdp", "tp"))
 sampler = Mesh(devices[2:].reshape(1, 2), ("fsdp", "tp"))
 meshes = {Role.ACTOR: trainer, Role.REFERENCE: trainer, Role.ROLLOUT: sampler}
-engine = functools.partial(SglJaxRollout, **ENGINE_OPTIONS)
+engine = functools.partial(SglJaxRollout, **SMALL)
 config = parts.rollout_config(tensor_parallel_size=2)
 made = parts.make_parts(meshes=meshes, rollout_engine=engine, rollout_config=config)
 cluster = RLCluster(**made.arguments)
@@ -67,7 +67,8 @@ from tunix.rl.grpo.grpo_learner import GRPOLearner
 from tunix.rl.rl_cluster import RLCluster, Role
 from tests import inside
 from tests.adapter import grpo_parts as parts
-from tests.adapter.helpers import ENGINE_OPTIONS, params_of
+from tests.adapter.helpers import params_of
+from tests.geometry import SMALL
 from tunix_sgljax import SglJaxRollout
 
 fetched = []  # shapes of weights that came to the host, not of flags that say they are finite
@@ -100,7 +101,7 @@ others = Mesh(devices[2:].reshape(2, 1), ("fsdp", "tp"))
 trained = []
 for sampler in (trainer, others):
     meshes = {Role.ACTOR: trainer, Role.REFERENCE: trainer, Role.ROLLOUT: sampler}
-    engine = functools.partial(Watched, **ENGINE_OPTIONS)
+    engine = functools.partial(Watched, **SMALL)
     made = parts.make_parts(
         meshes=meshes,
         max_steps=3,

@@ -13,13 +13,13 @@ from sgljax_engine.runner import runner as runner_module
 from tests import inside, tunix_families
 from tests import tunix_reference as ref
 from tests.adapter.helpers import (
-    ENGINE_OPTIONS,
     MODEL,
     VOCAB_SIZE,
     new_rollout,
     rollout_config,
     text_of,
 )
+from tests.geometry import SMALL
 from tunix_sgljax import MismatchReport, mismatch_report
 
 PROMPTS = ref.make_prompts(VOCAB_SIZE, (9, 7, 5, 16, 11), seed=21)
@@ -192,7 +192,7 @@ def test_a_corrupt_norm_scale_is_found_everywhere(sound, runner, model, monkeypa
 
 def test_one_token_at_a_wrong_position_is_found(sound, model, monkeypatch):
     make = runner_module.build_prefill_batches
-    at, size = 6, ENGINE_OPTIONS["page_size"]
+    at, size = 6, SMALL["page_size"]
 
     def faulty(chunks, **options):
         slots = [

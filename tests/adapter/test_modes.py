@@ -13,7 +13,7 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from sgljax_engine import InvalidConfigError
 from tests.adapter.grpo_parts import EOS, PROMPTS, make_parts, rollout_config
-from tests.adapter.helpers import ENGINE_OPTIONS
+from tests.geometry import SMALL
 from tunix_sgljax import RLCluster, SglJaxRollout, create_sgljax_rollout
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
@@ -23,14 +23,14 @@ LONG = {"max_tokens_to_generate": 100, "kv_cache_size": 128}
 
 def make_cluster(kind: str, configs: Any) -> Any:
     """A cluster of Tunix's or of ours, which makes the rollout or is given one."""
-    engine = "vanilla" if kind == "worker" else functools.partial(SglJaxRollout, **ENGINE_OPTIONS)
+    engine = "vanilla" if kind == "worker" else functools.partial(SglJaxRollout, **SMALL)
     parts = make_parts(rollout_config=configs, rollout_engine=engine)
     if kind == "tunix":
         return TunixRLCluster(**parts.arguments)
     if kind == "ours":
         return RLCluster(**parts.arguments)
     tokenizer = parts.arguments["tokenizer"]
-    worker = create_sgljax_rollout(model=parts.model, tokenizer=tokenizer, **ENGINE_OPTIONS)
+    worker = create_sgljax_rollout(model=parts.model, tokenizer=tokenizer, **SMALL)
     return RLCluster(**parts.arguments, rollout_worker=worker)
 
 

@@ -25,7 +25,8 @@ from tests.adapter.grpo_parts import (
     make_parts,
     rollout_config,
 )
-from tests.adapter.helpers import ENGINE_OPTIONS, params_of
+from tests.adapter.helpers import params_of
+from tests.geometry import SMALL
 from tunix_sgljax import OverSampling, OverSamplingGrpoLearner, SglJaxRollout
 from tunix_sgljax.in_flight.outputs import PreparedOutputs, VersionedRolloutOutput
 from tunix_sgljax.long_tail.feed import ROW, PromptFeed
@@ -141,7 +142,7 @@ class Run:
         self.policies: dict[int, Any] = {}
         training = {
             "rollout_config": rollout_config(max_tokens_to_generate=24, max_prompt_length=16),
-            "rollout_engine": functools.partial(SglJaxRollout, **ENGINE_OPTIONS, **(options or {})),
+            "rollout_engine": functools.partial(SglJaxRollout, **SMALL, **(options or {})),
         }
         parts = make_parts(max_steps=100, **(training | changes))
         self.cluster: Any = TunixRLCluster(**parts.arguments)

@@ -20,7 +20,6 @@ from sgljax_engine import InvalidConfigError, InvalidRequestError
 from tests import tunix_reference as ref
 from tests.adapter import grpo_parts as parts
 from tests.adapter.helpers import (
-    ENGINE_OPTIONS,
     VOCAB_SIZE,
     EndingTokenizer,
     max_difference,
@@ -30,6 +29,7 @@ from tests.adapter.helpers import (
     text_of,
     tokens_of,
 )
+from tests.geometry import SMALL
 from tunix_sgljax import SglJaxRollout, mismatch_report, padding
 
 # Warnings of Tunix itself and of what it uses.
@@ -128,7 +128,7 @@ def test_two_steps_of_grpo_and_the_tokens_of_vanilla():
         rewarded.extend(completions)
         return [float(sum(int(word) % 2 == 0 for word in text.split())) for text in completions]
 
-    made = parts.make_parts(rollout_engine=functools.partial(SglJaxRollout, **ENGINE_OPTIONS))
+    made = parts.make_parts(rollout_engine=functools.partial(SglJaxRollout, **SMALL))
     made.arguments["tokenizer"] = tokenizer
     cluster: Any = RLCluster(**made.arguments)
     try:

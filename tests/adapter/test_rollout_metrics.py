@@ -29,13 +29,13 @@ from tests.adapter.grpo_parts import (
     one_device_mesh,
     reward,
 )
-from tests.adapter.helpers import ENGINE_OPTIONS
 from tests.event_files import read_scalars
+from tests.geometry import SMALL
 from tunix_sgljax import SglJaxRollout
 from tunix_sgljax.observability.observers import RolloutTotals
 from tunix_sgljax.observability.rollout_metrics import METRICS, log_rollout_metrics, step_metrics
 
-ENGINE = functools.partial(SglJaxRollout, **ENGINE_OPTIONS)
+ENGINE = functools.partial(SglJaxRollout, **SMALL)
 
 OF_DRAFTS = {
     "acceptance_length",

@@ -16,7 +16,7 @@ from sgljax_engine import Engine, InvalidConfigError
 from tests import trace_processor
 from tests.adapter import agentic_parts
 from tests.adapter.grpo_parts import NUM_STEPS, grpo_config, list_batches, make_parts, reward
-from tests.adapter.helpers import ENGINE_OPTIONS
+from tests.geometry import SMALL
 from tests.perfetto_reader import read_trace
 from tunix_sgljax import SglJaxRollout
 from tunix_sgljax.observability.perfetto_file import Slice, lanes
@@ -31,7 +31,7 @@ def trained(tmp_path_factory):
     """A run whose every step is recorded, with a pause in each: the file and the counters."""
     path = tmp_path_factory.mktemp("timeline") / "run.pftrace"
     timeline = Timeline()
-    parts = make_parts(rollout_engine=functools.partial(SglJaxRollout, **ENGINE_OPTIONS))
+    parts = make_parts(rollout_engine=functools.partial(SglJaxRollout, **SMALL))
     cluster: Any = RLCluster(**parts.arguments, perf_config=timeline.perf_config)
 
     def pausing_reward(prompts, completions, **more):
@@ -54,7 +54,7 @@ def test_file_is_sound_and_has_every_slice(trained):
     decodes, prefills = trace.named("decode", "engine"), trace.named("prefill", "engine")
     assert sum(s.args["rows"] for s in decodes) == counters.num_decode_rows
     assert sum(s.args["tokens"] for s in decodes) == counters.num_output_tokens
-    assert all(1 <= s.args["steps"] <= ENGINE_OPTIONS["decode_steps"] for s in decodes)
+    assert all(1 <= s.args["steps"] <= SMALL["decode_steps"] for s in decodes)
     assert sum(s.args["tokens"] for s in prefills) == counters.num_prefill_tokens
     assert counts["generation", "pause"] == counters.num_pauses == NUM_STEPS
     assert counts["engine", "swap weights"] == counters.num_weight_updates == NUM_STEPS
@@ -158,7 +158,7 @@ def test_perfettos_trace_processor_reads_it(trained):
 def test_chosen_steps(tmp_path, has_tracer):
     """The second step alone: one rollout, one training, one sync."""
     path = tmp_path / "step.pftrace"
-    parts = make_parts(rollout_engine=functools.partial(SglJaxRollout, **ENGINE_OPTIONS))
+    parts = make_parts(rollout_engine=functools.partial(SglJaxRollout, **SMALL))
     timeline = Timeline()
     perf_config = timeline.perf_config if has_tracer else None
     cluster: Any = RLCluster(**parts.arguments, perf_config=perf_config)

@@ -32,9 +32,10 @@ from sgljax_engine import (
 from tests import tunix_families as families
 from tests import tunix_reference as ref
 from tests.adapter.grpo_parts import MODEL, grpo_config, list_batches, make_parts, reward
-from tests.adapter.helpers import ENGINE_OPTIONS, max_difference, named_params
+from tests.adapter.helpers import max_difference, named_params
 from tests.engine.models import spread_weights
 from tests.engine.small_tokenizers import GOLDEN
+from tests.geometry import SMALL
 from tests.tiers import tiered
 from tunix_sgljax import SglJaxRollout
 from tunix_sgljax.cli.convert import parse_size
@@ -227,7 +228,7 @@ def test_gemma_4_with_keys_that_no_layer_reads(gemma4_root, tmp_path, capsys):
     assert_same(*({k: np.asarray(v) for k, v in each.items()} for each in (again, given)))
     config = load_model_config(output)
     rules = to_rules(None, given, config.architecture, config.attention.kv_layers)
-    with Engine(output, **ENGINE_OPTIONS) as engine:
+    with Engine(output, **SMALL) as engine:
         assert engine.find_differing_weights(given, rules) == []
 
 
@@ -265,7 +266,7 @@ def test_gemma_1_whose_folders_tunix_does_not_load():
 def trained(tmp_path_factory):
     """Two GRPO steps with checkpoints; the rollout and the folders."""
     root = tmp_path_factory.mktemp("grpo")
-    parts = make_parts(rollout_engine=functools.partial(SglJaxRollout, **ENGINE_OPTIONS))
+    parts = make_parts(rollout_engine=functools.partial(SglJaxRollout, **SMALL))
     training_config = parts.arguments["cluster_config"].training_config
     training_config.checkpoint_root_directory = str(root / "checkpoints")
     cluster: Any = RLCluster(**parts.arguments)
@@ -311,7 +312,7 @@ def test_the_converted_model_samples_as_the_rollout_of_the_trained_one(trained, 
     prompts = [ids.tolist() for ids in ref.make_prompts(64, (3, 5, 9), seed=1)]
     params = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
     wanted = rollout.engine.generate_requests(prompts, params)
-    with Engine(output, **ENGINE_OPTIONS) as engine:
+    with Engine(output, **SMALL) as engine:
         got = engine.generate_requests(prompts, params)
     assert [out.output_ids for out in got] == [out.output_ids for out in wanted]
     logprobs = [[np.array(out.logprobs) for out in outputs] for outputs in (got, wanted)]

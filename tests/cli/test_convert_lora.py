@@ -11,10 +11,11 @@ from safetensors.numpy import load_file
 
 from sgljax_engine import Engine, HfTensor, load_model_config, read_hf_tensors, to_hf_tensors
 from tests import lora_models
-from tests.adapter.helpers import ENGINE_OPTIONS, named_params
+from tests.adapter.helpers import named_params
 from tests.cli import lora_checkpoints as checkpoints
 from tests.cli.test_convert import assert_same, convert, tensors_of
 from tests.engine.small_tokenizers import GOLDEN
+from tests.geometry import SMALL
 from tests.tiers import tiered
 from tunix_sgljax.checkpoints.lora_files import HfPair, LoraScale, hf_pairs, peft_config
 from tunix_sgljax.checkpoints.lora_settings import LoraSettings, write_settings
@@ -192,7 +193,7 @@ def test_peft_computes_what_the_merged_model_does(name, tmp_path):
     argv = [root, "--base", GOLDEN / name, "--output", tmp_path / "out"]
     assert convert(*argv, "--lora-alpha", checkpoints.ALPHA) == 0
     prompts, logits = zip(*prompts_and_logits(name), strict=True)
-    options: dict[str, Any] = {**ENGINE_OPTIONS, "max_model_len": 128}
+    options: dict[str, Any] = {**SMALL, "max_model_len": 128}
     with Engine(tmp_path / "out", **options) as engine:
         found = engine.score([prompt.tolist() for prompt in prompts])
     for prompt, wanted, logps in zip(prompts, logits, found, strict=True):

@@ -73,10 +73,6 @@ def outputs(engine: Engine, params: SamplingParams = GREEDY) -> list[list[int]]:
     return [output.output_ids for output in engine.generate_requests(PROMPTS, params)]
 
 
-def cores(engine: Engine) -> list[EngineCore]:
-    return inside.cores(engine)
-
-
 def wait_until_waiting(engine: Engine, count: int) -> None:
     wait_for(lambda: engine.get_progress().num_waiting == count)
 
@@ -97,7 +93,7 @@ def check_idle(engine: Engine) -> None:
 
 def kv_bytes_by_device(engine: Engine) -> dict[Any, int]:
     held: dict[Any, int] = {}
-    for core in cores(engine):
+    for core in inside.cores(engine):
         for leaf in jax.tree.leaves(core.runner.kv_memory.kv):
             for shard in leaf.addressable_shards:
                 held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
@@ -264,7 +260,7 @@ def sizes() -> None:
         )
         assert (seen.num_engines, seen.tp_size) == (count, size), options
     with make(None, tp_size=2, data_parallel_size=2) as engine:
-        found = [core.runner.kv_memory.kv.layers[0].k.devices() for core in cores(engine)]
+        found = [core.runner.kv_memory.kv.layers[0].k.devices() for core in inside.cores(engine)]
         assert found == [set(jax.devices()[:2]), set(jax.devices()[2:4])]
         memory = engine.get_internal_state().memory
         assert (memory.num_engines, memory.tp_size) == (2, 2)
@@ -384,7 +380,7 @@ def ids() -> None:
 
 def _fault(engine: Engine, index: int, owner: Callable[[EngineCore], Any], name: str) -> None:
     """Lets a method of one engine fail once."""
-    target = owner(cores(engine)[index])
+    target = owner(inside.cores(engine)[index])
     real = getattr(target, name)
 
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -397,7 +393,7 @@ def _fault(engine: Engine, index: int, owner: Callable[[EngineCore], Any], name:
 @contextlib.contextmanager
 def _refused_swap(engine: Engine, index: int) -> Iterator[None]:
     """One engine finds that it cannot take other weights."""
-    refusing = cores(engine)[index].serving
+    refusing = inside.cores(engine)[index].serving
 
     def check(self: cmd.SwapWeights, serving: ServingWeights) -> None:
         if serving is refusing:
@@ -419,7 +415,7 @@ def faults() -> None:
 
         def serves_old(version: int = 0) -> None:
             assert not engine.is_sleeping()
-            assert {core.serving.version for core in cores(engine)} == {version}
+            assert {core.serving.version for core in inside.cores(engine)} == {version}
             assert engine.get_weights_checksum() == sums
             assert outputs(engine) == want
             check_idle(engine)
@@ -449,8 +445,8 @@ def faults() -> None:
                 _fault(engine, index, owner, name)
                 with pytest.raises(OffloadError):
                     engine.wake_up()
-                assert all(core.sleep_manager.asleep for core in cores(engine))
-                assert all(core.sleep_manager.keeps_weights for core in cores(engine))
+                assert all(core.sleep_manager.asleep for core in inside.cores(engine))
+                assert all(core.sleep_manager.keeps_weights for core in inside.cores(engine))
                 engine.wake_up()
                 serves_old()
         bad = dict(new) | {name: np.full_like(x, np.nan) for name, x in list(new.items())[:1]}

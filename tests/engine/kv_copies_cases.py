@@ -42,11 +42,6 @@ def mesh_of(*shape: int, axes: tuple[str, ...] = ("fsdp", "tp")) -> Mesh:
     return Mesh(devices.reshape(shape), axes)
 
 
-def runner_of(engine: Engine) -> Any:
-    """The engine's runner."""
-    return inside.runner(engine)
-
-
 def shard_bytes(arrays: Any, device: Any) -> int:
     """Bytes that a device holds of a pytree of arrays."""
     return sum(
@@ -59,7 +54,7 @@ def shard_bytes(arrays: Any, device: Any) -> int:
 
 def collectives(engine: Engine) -> dict[str, Counter]:
     """What the engine's programs send between devices: shapes and kinds, by program."""
-    programs = runner_of(engine).programs._programs
+    programs = inside.runner(engine).programs._programs
     return {key[0]: Counter(COLLECTIVE.findall(p.as_text())) for key, p in programs.items()}
 
 
@@ -85,7 +80,7 @@ def outputs() -> None:
 
 def check_memory(engine: Engine, model: ModelConfig, mesh: Mesh) -> None:
     """Each device holds one kv head, and the report counts all along "tp"."""
-    runner, report = runner_of(engine), engine.get_internal_state().memory
+    runner, report = inside.runner(engine), engine.get_internal_state().memory
     kv = runner.kv_memory.kv, runner.kv_memory.contiguous_kv
     held = [shard_bytes(kv, device) for device in mesh.devices.flat]
     head_bytes = 2 * model.num_layers * model.head_dim * 4
@@ -171,7 +166,7 @@ def shardings(runner: Any) -> Any:
 
 def check_sleep(engine: Engine, whole: list[list[int]]) -> None:
     """With requests in flight, which must not notice, in either kind of host memory."""
-    runner, report = runner_of(engine), engine.get_internal_state().memory
+    runner, report = inside.runner(engine), engine.get_internal_state().memory
     for memory in ("numpy", "pinned_host"):
         runner._host_memory = runner.kv_memory._host_memory = memory
         before = shardings(runner)
