@@ -22,22 +22,28 @@ CACHE_VARIABLES = {
 _COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 
-def device_variables(num_devices: int) -> dict[str, str]:
+def device_variables(num_devices: int, *, as_users: bool = False) -> dict[str, str]:
     """The environment of a process with this many simulated CPU devices.
 
     It is this process's own, with other XLA flags as they are. The repository's packages and
-    examples come first on the path, and programs are kept in the tests' compilation cache. They
-    are compiled as those of the module that asks.
+    examples come first on the path, and programs are kept in the tests' compilation cache.
+
+    Programs of one device are compiled as those of the module that asks. Those of several are
+    optimised little, unless `as_users`: how devices share a program is decided before that, and
+    only tests run on simulated devices.
     """
     others = [
         flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_COUNT_FLAG)
     ]
+    flags = [*others, f"{_COUNT_FLAG}={num_devices}"]
+    is_quick = quick_compile.is_on() or (num_devices > 1 and not as_users)
     paths = [str(ROOT), str(ROOT / "engine"), str(ROOT / "examples")]
     inherited = os.environ.get("PYTHONPATH")
     return {
         **os.environ,
         **CACHE_VARIABLES,
-        "XLA_FLAGS": " ".join([*others, *quick_compile.flags(), f"{_COUNT_FLAG}={num_devices}"]),
+        "XLA_FLAGS": " ".join(flags),
+        **(quick_compile.variables(flags) if is_quick else {}),
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join([*paths, *filter(None, [inherited])]),
     }
@@ -46,6 +52,7 @@ def device_variables(num_devices: int) -> dict[str, str]:
 def run_python(
     *arguments: object,
     num_devices: int,
+    as_users: bool = False,
     folder: Path = ROOT,
     limit_s: float = LIMIT_S,
     python: str | Path = sys.executable,
@@ -55,6 +62,7 @@ def run_python(
     Args:
         arguments: What follows `python` on a command line, such as "-m" and a module.
         num_devices: How many devices JAX has there.
+        as_users: Whether programs of several devices are compiled as users compile them.
         folder: Where it runs.
         limit_s: After which it counts as hung.
         python: The interpreter.
@@ -65,7 +73,7 @@ def run_python(
     done = subprocess.run(
         [str(python), *map(str, arguments)],
         cwd=folder,
-        env=device_variables(num_devices),
+        env=device_variables(num_devices, as_users=as_users),
         capture_output=True,
         text=True,
         timeout=limit_s,

@@ -100,11 +100,15 @@ def others_quickly() -> None:
     compiler.compile_or_get_cached = compile_or_get_cached
 
 
-def flags() -> list[str]:
-    """XLA flags of a child process, which is on CPUs, for the same."""
-    if os.environ.get(_VARIABLE) != "1":
-        return []
-    return [f"--{name}={str(value).lower()}" for name, value in _overrides()]
+def is_on() -> bool:
+    """Whether programs of this process, and of those that it starts, are optimised little."""
+    return os.environ.get(_VARIABLE) == "1"
+
+
+def variables(flags: list[str]) -> dict[str, str]:
+    """The environment of a child process for the same, on CPUs; with further XLA flags."""
+    left_out = [f"--{name}={str(value).lower()}" for name, value in _overrides()]
+    return {_VARIABLE: "1", "XLA_FLAGS": " ".join([*flags, *left_out])}
 
 
 def _leave_out_mlir(options: Any, overrides: list[tuple[str, str | bool]]) -> None:

@@ -18,15 +18,17 @@ from tests.quick_compile import MARK
 
 TESTS = Path(__file__).parent
 
-INTERPRETED = {
+NO_USERS = {
     "test_gpu_experts.py",
     "test_gpu_invariant.py",
     "test_gpu_products.py",
     "test_pallas_attention.py",
     "test_prefill_tiles.py",
+    "test_remote_devices.py",
     "test_tpu_attention.py",
 }
-"""They check kernels of GPUs and TPUs that a CPU interprets, which no user compiles."""
+"""They check what no user compiles: kernels of GPUs and TPUs that a CPU interprets, and devices of
+another process that a CPU stands for."""
 
 _COMPARISONS = re.compile(
     r"(np|jnp|numpy)\.testing|allclose|array_equal|assert_array|isclose|\bapprox\b|tobytes"
@@ -60,7 +62,7 @@ def test_marked_modules_check_no_numbers():
     found = [
         f"{path.relative_to(TESTS.parent)}:{line}: {text}"
         for path, tree in marked().items()
-        if path.name not in INTERPRETED
+        if path.name not in NO_USERS
         for line, text in number_checks(tree)
     ]
     assert found == [], f"{MARK} goes, or the comparison moves to a module without it"

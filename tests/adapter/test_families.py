@@ -52,9 +52,7 @@ ARCHITECTURES = (
     "qwen3_moe",
 )
 """One of each."""
-OF_SAMPLER = tiered(
-    (name for name in ARCHITECTURES if name != "gemma2"), (), ["gemma4_shared_keys", "qwen2_untied"]
-)
+OF_SAMPLER = tiered((name for name in ARCHITECTURES if name != "gemma2"), (), ["qwen2_untied"])
 """Tunix's own sampler takes as long to compile as an engine; and it pads Gemma 2 wrongly."""
 
 

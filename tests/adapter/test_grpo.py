@@ -55,7 +55,7 @@ def closing():
 
 
 @pytest.mark.parametrize(
-    "sizes", [pytest.param({}, marks=pytest.mark.slow), {**SMALL}], ids=["default", "small"]
+    "sizes", [pytest.param({}, marks=pytest.mark.soak), {**SMALL}], ids=["default", "small"]
 )
 def test_class_as_the_rollout_engine(closing, sizes):
     """The one-line switch."""

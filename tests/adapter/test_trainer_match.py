@@ -325,7 +325,7 @@ print("sharded ok")
 
 @pytest.mark.soak
 def test_a_sharded_actor_stays_where_it_is():
-    assert "sharded ok" in run_python("-c", SHARDED, num_devices=4).stdout
+    assert "sharded ok" in run_python("-c", SHARDED, num_devices=4, as_users=True).stdout
 
 
 # ------------------------------------------------------------------ refusals

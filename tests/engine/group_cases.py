@@ -101,20 +101,28 @@ def kv_bytes_by_device(engine: Engine) -> dict[Any, int]:
 
 
 def meshes() -> None:
-    """Whatever the mesh, each device has its part of the KV cache, and tokens are the same."""
+    """Each device has its part of the KV cache, and tokens are those of one device."""
+    check_meshes(mesh_of((2, 2), ("fsdp", "tp")))
+
+
+def other_meshes() -> None:
+    """Whatever the axes are called, their order, number and type."""
+    explicit = {"axis_types": (AxisType.Explicit, AxisType.Explicit)}
+    check_meshes(
+        mesh_of((2, 2), ("data", "model")),
+        mesh_of((2, 2), ("tp", "fsdp"), **explicit),
+        mesh_of((4,), ("x",)),
+    )
+
+
+def check_meshes(*meshes: Mesh) -> None:
     with make(None) as one:
         want = one.generate_requests(PROMPTS, GREEDY)
         (whole,) = kv_bytes_by_device(one).values()
-    explicit = {"axis_types": (AxisType.Explicit, AxisType.Explicit)}
-    for shape, axes, options in (
-        ((2, 2), ("data", "model"), {}),
-        ((2, 2), ("tp", "fsdp"), explicit),
-        ((4,), ("x",), {}),
-    ):
-        mesh = mesh_of(shape, axes, **options)
+    for mesh in meshes:
         with make(mesh) as engine:
             got = engine.generate_requests(PROMPTS, GREEDY)
-            assert [o.output_ids for o in got] == [o.output_ids for o in want], axes
+            assert [o.output_ids for o in got] == [o.output_ids for o in want], mesh
             for mine, ours in zip(want, got, strict=True):
                 np.testing.assert_allclose(mine.logprobs, ours.logprobs, atol=1e-5)
             held = kv_bytes_by_device(engine)

@@ -1,4 +1,4 @@
-"""Cases of `test_mixed_heads`: each runs in a process of its own that has eight devices."""
+"""Cases of `test_mixed_heads`, which run in processes that have eight devices."""
 
 from __future__ import annotations
 
@@ -197,4 +197,5 @@ def gpu_kernel() -> None:
 
 if __name__ == "__main__":
     assert len(jax.devices()) == 8
-    globals()[sys.argv[1]]()
+    for case in sys.argv[1:]:
+        globals()[case]()

@@ -188,7 +188,7 @@ def test_a_smaller_adapter_leaves_nothing_of_the_one_before(engine, plain):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["auto", "xla"])
+@pytest.mark.parametrize("backend", ["auto", pytest.param("xla", marks=pytest.mark.soak)])
 def test_the_only_slot_holds_one_adapter_after_another(merged, backend):
     """It is not written into beside others, and never is the memory that the adapter came in."""
     with make_engine(max_loras=1, linear_backend=backend, attention_backend=backend) as engine:

@@ -89,7 +89,7 @@ def recorded(engine):
     return found, mock.patch.object(programs, "run", run)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_an_engine_copies_rows_once(engine, expected):
     """All of a batch runs to its end together; the first dispatch alone copies all."""
     found, recording = recorded(engine)
@@ -101,7 +101,7 @@ def test_an_engine_copies_rows_once(engine, expected):
     assert np.count_nonzero(found) > len(found) // 2
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("interrupt", ["retract", "in_place", "update", "sleep", "release"])
 def test_what_interrupts_the_pages_changes_no_token(engine, expected, interrupt):
     engine.flush_cache()

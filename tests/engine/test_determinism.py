@@ -199,9 +199,9 @@ def test_a_head_dim_that_rows_do_not_take():
     ("backend", "model", "index"),
     [
         pytest.param("native", MODEL, 1, id="plain"),
-        pytest.param("native", MIXED_HEADS, 1, id="mixed heads", marks=pytest.mark.slow),
+        pytest.param("native", MIXED_HEADS, 1, id="mixed heads", marks=pytest.mark.soak),
         pytest.param("native", SHARED_KEYS, 1, id="shared keys", marks=pytest.mark.soak),
-        pytest.param("portable", MODEL, 3, id="portable", marks=pytest.mark.slow),
+        pytest.param("portable", MODEL, 3, id="portable", marks=pytest.mark.soak),
     ],
     indirect=["backend"],
 )
@@ -262,7 +262,7 @@ class TestControl:
     def test_default_mode(self):
         assert self.differing(enable_deterministic_sampling=False) > 10
 
-    @pytest.mark.slow
+    @pytest.mark.soak
     @PORTABLE
     def test_widths_that_disagree(self, monkeypatch):
         """One is made to round otherwise, which `agreeing_widths` would find out."""

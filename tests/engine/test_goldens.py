@@ -69,7 +69,7 @@ def strict_ranks(name):
     ("name", "layout"),
     [
         pytest.param("qwen2_bias_untied", Layout.TOKENS_FIRST, marks=pytest.mark.slow),
-        pytest.param("qwen2_bias_untied", Layout.FEATURES_FIRST, marks=pytest.mark.slow),
+        pytest.param("qwen2_bias_untied", Layout.FEATURES_FIRST, marks=pytest.mark.soak),
         pytest.param("gemma2_window", Layout.TOKENS_FIRST, marks=pytest.mark.soak),
         pytest.param("gemma4_shared_keys", Layout.FEATURES_FIRST, marks=pytest.mark.soak),
         pytest.param("qwen3_moe_odd_sharded", Layout.TOKENS_FIRST, marks=pytest.mark.soak),

@@ -14,12 +14,9 @@ from tests.devices import run_python
     "cases",
     [
         "sizes auto ids",
-        pytest.param("moves faults scores checkpoints", marks=pytest.mark.slow),
-        pytest.param("routing", marks=pytest.mark.slow),
-        pytest.param("gpu_kernel", marks=pytest.mark.slow),
-        pytest.param("tpu_kernel", marks=pytest.mark.soak),
+        pytest.param("moves routing faults scores checkpoints gpu_kernel", marks=pytest.mark.slow),
         pytest.param("meshes trainers_weights", marks=pytest.mark.slow),
-        pytest.param("flops", marks=pytest.mark.soak),
+        pytest.param("other_meshes tpu_kernel flops", marks=pytest.mark.soak),
     ],
 )
 def test_on_eight_devices(cases):

@@ -13,8 +13,7 @@ from tests.devices import run_python
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param("placement", marks=pytest.mark.soak),
-        pytest.param("outputs states", marks=pytest.mark.slow),
+        pytest.param("placement outputs states", marks=pytest.mark.slow),
         pytest.param("families", marks=pytest.mark.soak),
     ],
 )

@@ -173,5 +173,9 @@ assert bits[0] == bits[1], "deterministic sampling on a mesh"
     ],
 )
 def test_eight_devices(script):
-    done = run_python("-c", SETUP + script + "print('mesh ok')", GOLDEN, num_devices=8)
+    done = run_python(
+        *("-c", SETUP + script + "print('mesh ok')", GOLDEN),
+        num_devices=8,
+        as_users=script is BITS,
+    )
     assert "mesh ok" in done.stdout

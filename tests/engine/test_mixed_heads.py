@@ -11,18 +11,14 @@ from tests.devices import run_python
 
 
 @pytest.mark.parametrize(
-    "case",
+    "cases",
     [
-        pytest.param("refusals", marks=pytest.mark.slow),
-        pytest.param("rotation_on_tpus", marks=pytest.mark.slow),
-        pytest.param("gpu_kernel", marks=pytest.mark.soak),
-        pytest.param("eight_devices", marks=pytest.mark.slow),
-        pytest.param("shared_keys", marks=pytest.mark.soak),
-        pytest.param("tpu_kernel", marks=pytest.mark.soak),
+        pytest.param("refusals rotation_on_tpus eight_devices", marks=pytest.mark.slow),
+        pytest.param("gpu_kernel tpu_kernel shared_keys", marks=pytest.mark.soak),
     ],
 )
-def test_on_eight_devices(case):
+def test_on_eight_devices(cases):
     run_python(
-        *("-W", "ignore", "-m", "tests.engine.mixed_heads_cases", case),
+        *("-W", "ignore", "-m", "tests.engine.mixed_heads_cases", *cases.split()),
         num_devices=8,
     )

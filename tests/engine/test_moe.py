@@ -77,7 +77,7 @@ def test_both_forms_of_a_folder_give_equal_weights(golden, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("donate", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_updates_in_each_form(donate):
     model = dataclasses.replace(TINY_MOE, num_layers=1)
     first, second = (spread_weights(model, seed) for seed in (0, 1))

@@ -109,5 +109,5 @@ print("experts ok")
 
 @pytest.mark.soak
 def test_four_devices():
-    done = run_python("-c", SCRIPT, num_devices=4)
+    done = run_python("-c", SCRIPT, num_devices=4, as_users=True)
     assert "experts ok" in done.stdout

@@ -53,7 +53,7 @@ def test_options(options):
     case.check(case.run(jitted(ordered_tiles_attention), options), options, atol=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("backend", "page_size", "num_queries", "shape"),
     [
@@ -70,7 +70,7 @@ def test_shapes(backend, page_size, num_queries, shape):
     case.check(case.run(jitted(backend), options), options, atol=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_bfloat16():
     case = make_case(num_queries=16, dtype=jnp.bfloat16)
     case.check(case.run(jitted(ordered_tiles_attention), DEFAULT), DEFAULT, atol=2e-2)
@@ -134,7 +134,7 @@ def bits(out: np.ndarray) -> np.ndarray:
     return out.view(np.uint32)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_rows_pages_and_blocks_have_the_same_bits():
     """Decode over rows of any number; pages of any size and place; a query amid a block."""
     options = OPTIONS["all"]
@@ -156,7 +156,7 @@ def test_rows_pages_and_blocks_have_the_same_bits():
             np.testing.assert_array_equal(bits(out)[:used, offset], expected)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_bits_do_not_depend_on_how_many_rows():
     """Nor on their lengths: tiles go as far as their longest row."""
     lengths = (40, 17, *np.random.default_rng(1).integers(1, 200, 39))
@@ -174,7 +174,7 @@ def long_case() -> RaggedCase:
     return make_case((3 * CHUNK + 1, 3 * CHUNK, 3 * CHUNK - 1), head_dim=16)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("window", [None, CHUNK])
 def test_ends_of_chunks(window):
     options = DEFAULT._replace(sliding_window=window)

@@ -52,7 +52,7 @@ def test_bytes_count_what_is_stored():
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_pages_move_between_layouts(tmp_path, monkeypatch):
     """Sleep and checkpoints of an engine with packed pages; another has one head a row."""
     model = dataclasses.replace(TINY, num_layers=1)

@@ -319,7 +319,7 @@ class TestPressure:
             assert_all_free(engine)
         return talks, counters, len(evictions)
 
-    @pytest.mark.slow
+    @pytest.mark.soak
     def test_500_requests_answer_the_same_with_and_without_the_cache(self):
         plain, plain_counters, _ = self.run(disable_radix_cache=True)
         cached, counters, num_evictions = self.run()

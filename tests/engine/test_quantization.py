@@ -71,9 +71,9 @@ def _floats(is_tied):
     ("is_tied", "backend"),
     [
         (False, "native"),
-        pytest.param(True, "native", marks=pytest.mark.slow),
+        pytest.param(True, "native", marks=pytest.mark.soak),
         pytest.param(True, "xla", marks=pytest.mark.slow),
-        pytest.param(False, "all_xla", marks=pytest.mark.slow),
+        pytest.param(False, "all_xla", marks=pytest.mark.soak),
     ],
 )
 def test_is_the_rounded_model(is_tied, backend):
@@ -141,7 +141,7 @@ def test_experts_are_refused():
 
 @pytest.mark.skipif(chain.unavailable() is not None, reason="no JIT-compiled CPU kernels here")
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.soak)])
 def test_half_width_weights_and_keys(dtype):
     """Stored in the dtype, computed with in float32."""
     weights = {name: np.asarray(w, np.float32) for name, w in spread_weights().items()}

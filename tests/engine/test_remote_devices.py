@@ -30,6 +30,8 @@ from tests.engine.interrupts import (
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.remote_devices import remote_devices, remote_mesh, watched
 
+QUICK_COMPILE = "no user compiles for devices of another process that a CPU stands for"
+
 PROMPTS = random_prompts(4, 5, 30, seed=2)
 PORTABLE = {"attention_backend": "xla_tiles", "linear_backend": "xla"}
 

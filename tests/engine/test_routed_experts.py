@@ -107,7 +107,7 @@ class TestOutputs:
             pytest.param(RETRACTING, marks=pytest.mark.slow),
             pytest.param({"disable_radix_cache": True}, marks=pytest.mark.slow),
             pytest.param({"enable_deterministic_sampling": True}, marks=pytest.mark.slow),
-            pytest.param(WIDE, marks=pytest.mark.slow),
+            pytest.param(WIDE, marks=pytest.mark.soak),
         ],
         ids=["small", "chunked", "no cache", "deterministic", "wide"],
     )

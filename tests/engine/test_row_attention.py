@@ -282,7 +282,7 @@ class TestEngine:
             )
         return outputs
 
-    @pytest.mark.slow
+    @pytest.mark.soak
     def test_backends_agree(self):
         for one, other in zip(self.generate("xla"), self.generate("xla_rows"), strict=True):
             assert one.output_ids == other.output_ids

@@ -76,7 +76,7 @@ class TestCompany:
         "options",
         [
             {},
-            pytest.param(WIDE, marks=pytest.mark.slow),
+            pytest.param(WIDE, marks=pytest.mark.soak),
             pytest.param({**CHUNKED, "disable_radix_cache": True}, marks=pytest.mark.slow),
         ],
         ids=["small", "wide", "chunked"],

@@ -28,7 +28,7 @@ def sample(backend, model, weights):
     return [output.output_ids for output in outputs], [output.logprobs for output in outputs]
 
 
-@pytest.mark.parametrize("backend", ["auto", pytest.param("xla", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["auto", pytest.param("xla", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     "architecture", tiered(["Gemma3ForCausalLM", "Gemma4ForCausalLM"], ["Gemma3ForCausalLM"])
 )

@@ -209,7 +209,7 @@ class TestWakeUp:
         fault = ("to_device", 1, RuntimeError)
         assert_it_sleeps_on(engine, expected, plant, fault, ["weights"])
 
-    @pytest.mark.slow
+    @pytest.mark.soak
     def test_contiguous_kv(self, plant):
         """Only portable backends have it."""
         with small_copies(), make_engine(attention_backend="xla_rows") as engine:

@@ -108,7 +108,7 @@ native = pytest.mark.skipif(target.unavailable() is not None, reason="no JIT-com
         pytest.param(
             TINY, {"quantization": "int8", "disable_radix_cache": True}, marks=pytest.mark.soak
         ),
-        (TINY, {"dtype": "bfloat16"}),
+        pytest.param(TINY, {"dtype": "bfloat16"}, marks=pytest.mark.soak),
     ],
     ids=["shared keys", "experts", "windows", "int8", "bfloat16"],
 )
@@ -286,7 +286,7 @@ def test_nothing_is_compiled_after_warm_up():
 @pytest.mark.parametrize(
     ("backend", "model"),
     [
-        ("native", test_window_pages.MODEL),
+        pytest.param("native", test_window_pages.MODEL, marks=pytest.mark.soak),
         ("native", TINY_MOE),
         pytest.param("portable", TINY, marks=pytest.mark.soak),
     ],

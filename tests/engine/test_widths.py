@@ -88,7 +88,7 @@ def hidden_bits(model: Model, ids: np.ndarray, width: int) -> np.ndarray:
     return np.asarray(out, np.float32).view(np.uint32)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("config", "dtype"),
     [(TINY, "bfloat16"), pytest.param(ODD, "float32", marks=pytest.mark.soak)],
@@ -165,7 +165,7 @@ def test_a_layer_of_each_kind_is_tried(config, layers, kv_layers):
     assert set(shared) == {name for name in specs if ".layers." not in name}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_one_that_disagrees_is_dropped(monkeypatch):
     real = widths._few_layers
 
@@ -179,7 +179,7 @@ def test_one_that_disagrees_is_dropped(monkeypatch):
     assert agreeing_widths(*model) == tuple(width for width in found if width != 128)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_device_on_which_place_matters_is_refused(monkeypatch):
     real = widths._few_layers
 

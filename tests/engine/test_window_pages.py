@@ -81,7 +81,7 @@ class TestEngine:
         "options",
         [
             {},
-            pytest.param({"attention_backend": "xla_rows"}, marks=pytest.mark.slow),
+            pytest.param({"attention_backend": "xla_rows"}, marks=pytest.mark.soak),
             pytest.param(
                 other("some are retracted though all have windows", num_kv_tokens=520),
                 marks=pytest.mark.slow,

@@ -82,6 +82,7 @@ def run_recipes(numbers: Iterable[int], python: str | Path = sys.executable) -> 
     done = run_python(
         *("-m", "tests.recipes.run", *numbers),
         num_devices=NUM_DEVICES,
+        as_users=True,
         limit_s=_LIMIT_S,
         python=python,
     )
