@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 TESTS = ("test_artifacts.py", "test_sampler.py", "test_weight_sync.py")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.skipif(HAS_EXPERIMENTAL, reason="this Tunix has an experimental package of its own")
 def test_the_samplers_tests_pass_with_stand_ins_of_the_later_layout():
     files = [f"tests/experimental/{name}" for name in TESTS]

@@ -14,6 +14,7 @@ END_LIMIT_S = 60
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.soak
 def test_a_tensor_axis_across_processes_is_refused():
     with processes("refuse") as both:
         for each in both:

@@ -91,7 +91,7 @@ def test_comparison_end_to_end(tmp_path, capsys):
     assert "| [bench_tiny](bench_tiny.md) |" in (tmp_path / "README.md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_that_is_cut_short_leaves_what_it_has(tmp_path, monkeypatch):
     measure, calls = compare.measure_workload, []
 
@@ -110,7 +110,7 @@ def test_a_run_that_is_cut_short_leaves_what_it_has(tmp_path, monkeypatch):
     assert "CUT SHORT: 1 workload(s)" in (tmp_path / "bench_tiny.md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_micro_batches_answer_in_order():
     config = MODELS["tiny"].config
     workload = make_workload("rl_longtail", config.vocab_size, is_quick=True)

@@ -30,6 +30,7 @@ def written(main, tmp_path, name, *arguments):
     return json.loads((tmp_path / f"{name}.json").read_text())
 
 
+@pytest.mark.soak
 def test_pauses(tmp_path):
     latencies = written(interruptions.main, tmp_path, "interruptions")["latencies"]
     modes = [(each["mode"], each["max_dispatch_s"]) for each in latencies]
@@ -37,6 +38,7 @@ def test_pauses(tmp_path):
     assert all(len(each["pauses_s"]) == 3 for each in latencies)
 
 
+@pytest.mark.soak
 def test_sleeps_and_saves(tmp_path):
     data = written(sleep_wake.main, tmp_path, "sleep_wake")
     kept, given_up = data["cycles"]
@@ -53,13 +55,14 @@ def test_parts_of_a_step(tmp_path):
     assert measured["projections"] > 0
 
 
+@pytest.mark.soak
 def test_growth_with_the_batch(tmp_path):
     data = written(growth.main, tmp_path, "growth", "--series", "batch")
     assert list(data["runs_s"]["batch"]["tiny"]) == ["1", "2"]
     assert "| [growth](growth.md) |" in (tmp_path / "README.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["demo", "rl_longtail"])
+@pytest.mark.parametrize("name", ["demo", pytest.param("rl_longtail", marks=pytest.mark.soak)])
 def test_the_long_tail(tmp_path, name):
     data = written(long_tail.main, tmp_path, f"long_tail_{name}", "--workloads", name)
     assert list(data["runs_s"]) == list(data["simulated_s"]) == ["fcfs", "longest_first"]
@@ -101,6 +104,7 @@ def test_experts(tmp_path):
     assert list(data["seconds"]) == ["1 rows", "8 rows", "64 rows"]
 
 
+@pytest.mark.soak
 def test_recurrence(tmp_path):
     data = written(delta_net.main, tmp_path, "delta_net", "--pairs", "1")
     assert set(data["prefill of 32 tokens"]) == {"XLA", "XLA by token", "kernels"}  # not computed

@@ -115,7 +115,7 @@ def test_ppo_runs_where_tunix_has_it(folder, tmp_path, monkeypatch, capsys):
     assert "SglJaxRollout samples" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_recipe_runs_on_eight_devices(folder):
     arguments = offline.arguments(
         folder,

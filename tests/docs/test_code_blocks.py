@@ -30,7 +30,7 @@ def test_first_steps(tmp_path, monkeypatch):
     assert doc_blocks.run("first_steps.md", {}) >= 5
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
 def test_tunix_and_lora(tmp_path, monkeypatch):
     """The whole recipe, and the lines of LoRA that come on top of it."""
@@ -42,7 +42,7 @@ def test_tunix_and_lora(tmp_path, monkeypatch):
     assert doc_blocks.run("lora.md", names) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix and orbax
 def test_a_task_of_your_own(tmp_path, monkeypatch, capsys):
     """The whole config of training.md, its module and its commands, as they stand."""

@@ -158,7 +158,7 @@ def test_from_arrays_of_the_controller():
         engine.generate_requests(PROMPTS, SamplingParams(temperature=0, max_new_tokens=2))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_deterministic_sampling_compares_bits_on_the_devices():
     options = {"enable_deterministic_sampling": True, "mesh": remote_mesh(1, 1)}
     with watched(), make_engine(**options) as engine:

@@ -183,7 +183,7 @@ def agent_with(*lines):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Tunix uses deprecated parts of JAX.
 def test_three_steps(ends, monkeypatch):
     """Episodes of the first batch hold their later turns until the other has updated the policy.

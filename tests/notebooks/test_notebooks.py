@@ -229,7 +229,7 @@ def test_committed_notebook(name):
     assert printed(code["repository"]) == printed(code["install"]) == ""
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_install_cell_unpacks_what_it_is_given(tmp_path):
     """On Colab there is the notebook alone: the cells fetch the rest from a zip file."""
     notebook = json.loads((FOLDER / "quickstart.ipynb").read_text())

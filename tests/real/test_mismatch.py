@@ -38,6 +38,7 @@ def prompts(smollm2):
     return [text for text in rendered if len(tokenizer.encode(text)) <= 112][:NUM_ROWS]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("mode", tiered(get_args(LoraMode), ("adapter",), ()))
 def test_mismatch_under_lora(smollm2, prompts, mode):
     """The config is that of examples/grpo_reasoning.py; pairs that were not synced are noticed."""

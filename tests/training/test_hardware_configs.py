@@ -61,7 +61,7 @@ def run(script, folder):
     return run_python("-c", script, ROOT, rows, num_devices=16).stdout.splitlines()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_shapes_meshes_and_memory(tmp_path):
     lines = [json.loads(line) for line in run(SCRIPT, tmp_path)]
     found = [line for line in lines if isinstance(line, list)]
