@@ -30,11 +30,9 @@ PROMPTS = ref.make_prompts(90, (7, 7, 7), seed=3)
 TOLERANCE = 1e-4
 
 FAST = ("gqa2_tied", "all", "merged")
-SLOW = (("gemma4_shared_keys", "all", "merged"),)
-"""The others are of the soak."""
 CASES = (
     FAST,
-    *SLOW,
+    ("gemma4_shared_keys", "all", "merged"),
     ("gemma2", "all", "adapter"),
     ("gqa4_untied", "mlp", "adapter"),
     ("llama3_untied", "two", "merged"),
@@ -47,8 +45,8 @@ CASES = (
 
 def cases():
     for case in CASES:
-        later = pytest.mark.slow if case in SLOW else pytest.mark.soak
-        yield pytest.param(case, id="-".join(case), marks=() if case == FAST else later)
+        marks = () if case == FAST else pytest.mark.soak
+        yield pytest.param(case, id="-".join(case), marks=marks)
     name, rules = lora_models.WITH_EXPERTS
     yield pytest.param((name, rules, "adapter"), id=f"{name}-adapter", marks=pytest.mark.slow)
 

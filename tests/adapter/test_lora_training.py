@@ -58,7 +58,7 @@ def check_follows(cluster):
     ("offloads", "mode"),
     [
         pytest.param(False, "adapter", marks=pytest.mark.soak),
-        pytest.param(True, "merged", marks=pytest.mark.slow),
+        pytest.param(True, "merged", marks=pytest.mark.soak),
     ],
 )
 def test_a_grpo_run(offloads, mode):

@@ -208,7 +208,7 @@ print("meshes ok")
     [
         pytest.param(GRPO, id="grpo", marks=pytest.mark.slow),
         pytest.param(DISJOINT, id="disjoint", marks=pytest.mark.soak),
-        pytest.param(WEIGHTS, id="weights", marks=pytest.mark.slow),
+        pytest.param(WEIGHTS, id="weights", marks=pytest.mark.soak),
         pytest.param(KV_COPIES, id="kv_copies", marks=pytest.mark.soak),
     ],
 )

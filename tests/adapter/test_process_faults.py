@@ -11,7 +11,7 @@ QUICK_COMPILE = "that processes end, and why, not what they compute"
 END_LIMIT_S = 60
 """For a process whose peer has died. Shorter than JAX's own 100 s, so that its settings matter."""
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 
 @pytest.mark.soak
@@ -26,6 +26,7 @@ def test_a_tensor_axis_across_processes_is_refused():
             assert each.end() == 0, each.log()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("case", "killed"), [("sample", 0), pytest.param("update", 1, marks=pytest.mark.soak)]
 )

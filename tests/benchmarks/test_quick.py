@@ -62,7 +62,8 @@ def test_growth_with_the_batch(tmp_path):
     assert "| [growth](growth.md) |" in (tmp_path / "README.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["demo", pytest.param("rl_longtail", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["demo", "rl_longtail"])
 def test_the_long_tail(tmp_path, name):
     data = written(long_tail.main, tmp_path, f"long_tail_{name}", "--workloads", name)
     assert list(data["runs_s"]) == list(data["simulated_s"]) == ["fcfs", "longest_first"]

@@ -24,7 +24,7 @@ def bench(*argv: Any) -> int:
     return main(["bench", *map(str, argv), *SMALL_ENGINE])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_against_vanilla(tmp_path, capsys):
     report = tmp_path / "bench.json"
     argv = ["--model", MODEL, "--against", "vanilla", "--quick", "--repeats", 2]

@@ -53,7 +53,9 @@ def make_pipeline(*overrides):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings(*TUNIX_WARNINGS)
-@pytest.mark.parametrize("lora", [(), LORA], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "lora", [(), pytest.param(LORA, marks=pytest.mark.soak)], ids=["full", "lora"]
+)
 def test_a_recipe_runs_with_our_engine(lora, folder, monkeypatch, capsys):
     calls, updates = [], []
     generate, update = SglJaxRollout.generate, SglJaxRollout.update_params

@@ -45,7 +45,7 @@ def exact(x) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.soak), jnp.bfloat16])
 def test_products_and_norms(dtype):
     """Values, and the bits of some tokens among others and among many."""
     rng, eps = np.random.default_rng(0), 1e-5
@@ -250,7 +250,7 @@ def check_engine(options: dict[str, Any], speculation: str) -> None:
 
 
 class TestEngine:
-    @pytest.mark.slow
+    @pytest.mark.soak
     def test_the_portable_code_agrees(self, monkeypatch):
         with using("portable"):
             with make_engine(SMALL, SERVED) as engine:
@@ -260,8 +260,8 @@ class TestEngine:
                 found = run(engine, ASKED, Way({}))
         assert [bits.tokens for bits in found] == [bits.tokens for bits in portable]
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("speculation", ["off", pytest.param("always", marks=pytest.mark.soak)])
+    @pytest.mark.soak
+    @pytest.mark.parametrize("speculation", ["off", "always"])
     def test_no_bit_differs(self, monkeypatch, speculation):
         """Alone; in batches, in chunks, with shared prefixes and retracted; and scored."""
         use_gpu_kernels(monkeypatch, fused.FusedProducts(interpret=True))

@@ -177,7 +177,7 @@ def test_attention_of_projections(shape, options, has_norms, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [pytest.param(None, marks=pytest.mark.soak), "int8"])
 def test_engine_with_the_interpreted_kernels(monkeypatch, quantization):
     """Decode through all fused kernels: the tokens of the portable backend."""
     common = {"linear_backend": "xla", "quantization": quantization}

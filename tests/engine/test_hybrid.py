@@ -52,7 +52,7 @@ FOLDERS = sorted(
     for path in GOLDEN.glob(f"{family}*/golden.npz")
 )
 FAST = ("qwen3_5_ratio_two",)
-SLOW = ("qwen3_next_grouped", "qwen3_5_moe_equal_heads")
+SLOW = ("qwen3_next_grouped",)
 """With one of the fast tier one of each class: what has an engine of its own for each shape."""
 PARAMS = SamplingParams(temperature=0, max_new_tokens=64, ignore_eos=True)
 OPTIONS: dict[str, Any] = {**SMALL, "dtype": "float32"}
@@ -137,7 +137,7 @@ class TestAnswers:
             assert engine.get_internal_state().counters.num_retractions > 0
             assert_idle(engine)
 
-    @pytest.mark.slow
+    @pytest.mark.soak
     @pytest.mark.parametrize("drafter", DRAFTERS)
     def test_drafts(self, example, drafter):
         """Right and wrong ones; wrong ones leave no trace in the states."""

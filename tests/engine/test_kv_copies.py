@@ -13,8 +13,8 @@ from tests.devices import run_python
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param("placement outputs states", marks=pytest.mark.slow),
-        pytest.param("families", marks=pytest.mark.soak),
+        pytest.param("placement outputs", marks=pytest.mark.slow),
+        pytest.param("families states", marks=pytest.mark.soak),
     ],
 )
 def test_on_eight_devices(cases):

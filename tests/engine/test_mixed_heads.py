@@ -13,8 +13,8 @@ from tests.devices import run_python
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param("refusals rotation_on_tpus eight_devices", marks=pytest.mark.slow),
-        pytest.param("gpu_kernel tpu_kernel shared_keys", marks=pytest.mark.soak),
+        pytest.param("refusals rotation_on_tpus", marks=pytest.mark.slow),
+        pytest.param("eight_devices gpu_kernel tpu_kernel shared_keys", marks=pytest.mark.soak),
     ],
 )
 def test_on_eight_devices(cases):

@@ -72,7 +72,7 @@ def _floats(is_tied):
     [
         (False, "native"),
         pytest.param(True, "native", marks=pytest.mark.soak),
-        pytest.param(True, "xla", marks=pytest.mark.slow),
+        pytest.param(True, "xla", marks=pytest.mark.soak),
         pytest.param(False, "all_xla", marks=pytest.mark.soak),
     ],
 )

@@ -97,7 +97,7 @@ native = pytest.mark.skipif(target.unavailable() is not None, reason="no JIT-com
 # ---------------------------------------------------------------------- models and options
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @native
 @pytest.mark.parametrize(
     ("model", "options"),
@@ -130,7 +130,7 @@ def test_models(model, options):
         assert engine.flush_cache().success
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @native
 def test_adapters_by_request():
     """Each request has its own; history of another adapter is only a draft."""
@@ -282,7 +282,7 @@ def test_nothing_is_compiled_after_warm_up():
             )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("backend", "model"),
     [

@@ -89,7 +89,7 @@ def test_all_requests(backend):
     assert counters.num_drafted_ngram > counters.num_accepted_ngram > 50
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @NATIVE
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_each_drafter(expected, drafter):
@@ -99,7 +99,7 @@ def test_each_drafter(expected, drafter):
     assert drafted[drafter] or drafter == "siblings"  # of prompts that differ there are none
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @NATIVE
 @pytest.mark.parametrize("num_drafts", [2, pytest.param(30, marks=pytest.mark.soak)])
 def test_each_width(expected, num_drafts):

@@ -346,7 +346,7 @@ def test_layers_of_two_shapes_in_two_pools():
 
 @pytest.mark.parametrize(
     "num_examples",
-    [pytest.param(20, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.soak)],
+    [pytest.param(8, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.soak)],
 )
 def test_interrupt_machine(num_examples):
     """Runs the machine that full layers have, on pages of windows."""

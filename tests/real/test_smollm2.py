@@ -70,6 +70,7 @@ def test_greedy_tokens_and_log_probs(engine, golden, prompt_ids):
         assert output["meta_info"]["finish_reason"]["type"] == ("stop" if ended else "length")
 
 
+@pytest.mark.soak
 def test_perplexity(engine, golden):
     known = golden["perplexity"]
     ids = list(engine.tokenize(texts.perplexity_text()))
@@ -96,6 +97,7 @@ def test_streams_of_real_texts_add_up_at_every_cut(tokenizer, golden):
     assert num_split > 50  # cuts inside of a character
 
 
+@pytest.mark.soak
 def test_streams_of_the_engine(engine, golden, prompt_ids):
     for name in ("chinese_chat", "emoji_family", "korean"):
         pieces = list(

@@ -21,7 +21,7 @@ NUM_STREAMS = 500
 UPDATE_S = 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_500_streams_with_two_updates_a_second():
     weights = [logical_weights(seed=seed) for seed in (0, 1)]
     rules = logical_rules(TINY)

@@ -171,7 +171,7 @@ print(json.dumps({
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_engine_of_the_pathways_config_in_shapes(tmp_path):
     """Mesh, memory of a device, weight sync from the trainer's slice, and every program."""
     found = json.loads(run(ENGINE_SCRIPT, tmp_path)[-1])

@@ -162,7 +162,7 @@ def test_an_untied_output_projection_may_have_a_pair(tmp_path):
 # ------------------------------------------------------------------ runs
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_pairs_alone_are_trained_and_saved_and_a_run_resumes(tmp_path, capsys):
     checkpoints = tmp_path / "checkpoints"
     path = write_config(
