@@ -20,6 +20,7 @@ from tests.adapter.helpers import (
     text_of,
 )
 from tests.geometry import SMALL
+from tests.tiers import tiered
 from tunix_sgljax import MismatchReport, mismatch_report
 
 PROMPTS = ref.make_prompts(VOCAB_SIZE, (9, 7, 5, 16, 11), seed=21)
@@ -100,8 +101,9 @@ def test_a_sound_rollout_is_within_the_tolerance(sound, model, sampling):
     assert not report.is_within(0.0)  # rounding is seen
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama3_untied", "gemma2", "gemma3", "qwen2_tied"])
+@pytest.mark.parametrize(
+    "name", tiered(["llama3_untied", "gemma2", "gemma3", "qwen2_tied"], (), ["gemma3"])
+)
 def test_other_families(name):
     model = tunix_families.make(name)
     # Of one length, since Tunix's Gemma 2 depends on padding.

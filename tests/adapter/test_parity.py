@@ -20,7 +20,8 @@ def config_of(**changes):
 
 
 @pytest.fixture(
-    scope="module", params=tiered(("gqa2_tied", "gqa4_untied", "mha_tied"), ["gqa2_tied"])
+    scope="module",
+    params=tiered(("gqa2_tied", "gqa4_untied", "mha_tied"), ["gqa2_tied"], ["gqa4_untied"]),
 )
 def case(request):
     """A Tunix model, its rollout, and ragged prompts."""

@@ -96,7 +96,7 @@ SHAPES = [
 
 @pytest.mark.parametrize(
     ("shape", "options", "lanes"),
-    [((4, 8, 1, 16), "window-70", 8), *spread(SHAPES, list(OPTIONS), [8, 16], is_main=False)],
+    [((4, 8, 1, 16), "window-70", 8), *spread(SHAPES, list(OPTIONS), [8, 16], is_rare=True)],
     indirect=["lanes"],
 )
 @pytest.mark.usefixtures("lanes")
@@ -114,7 +114,7 @@ def test_ragged_rows(shape, options):
     case.check(case.run(over_rows(200), options), options, atol=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.usefixtures("lanes")
 @pytest.mark.parametrize(("num_rows", "lanes"), [(16, 8), (40, 16)], indirect=["lanes"])
 def test_tiles(num_rows):
@@ -142,7 +142,7 @@ def test_bfloat16():
     case.check(case.run(over_rows(160), DEFAULT), DEFAULT, atol=2e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.usefixtures("lanes")
 @pytest.mark.parametrize("lanes", [8], indirect=True)
 def test_new_tokens_join_the_copied_ones():
@@ -223,7 +223,7 @@ class TestSharing:
     @pytest.mark.usefixtures("lanes")
     @pytest.mark.parametrize(
         ("options", "num_rows", "lanes"),
-        spread(list(OPTIONS), [4, 8, 24], [8, 16], is_main=False),
+        spread(list(OPTIONS), [4, 8, 24], [8, 16], is_rare=True),
         indirect=["lanes"],
     )
     def test_same_bits_as_without(self, options, num_rows):
@@ -312,7 +312,7 @@ class TestEngine:
             assert engine.get_internal_state().memory.contiguous_kv_bytes == 0
             assert inside.runner(engine).kv_memory.contiguous_kv == ()
 
-    @pytest.mark.slow
+    @pytest.mark.soak
     def test_rows_are_allocated_once(self):
         """Every dispatch hands the same memory back."""
         params = SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True)

@@ -91,7 +91,7 @@ def case_of(
 
 
 @pytest.mark.parametrize(
-    "vocabularies", [(64, 65), pytest.param((50_257,), marks=pytest.mark.slow)]
+    "vocabularies", [(64, 65), pytest.param((50_257,), marks=pytest.mark.soak)]
 )
 def test_random_rows(backend, vocabularies):
     cases = random_cases(1, 160 * len(vocabularies), vocabularies)
@@ -183,7 +183,7 @@ def test_a_rows_nucleus_does_not_depend_on_its_mates(backend):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_shards", [2, 8])
+@pytest.mark.parametrize("num_shards", [pytest.param(2, marks=pytest.mark.soak), 8])
 def test_parts_of_the_vocabulary(num_shards):
     """As devices have them that share it."""
     for case in random_cases(7, 32, (1024,)):

@@ -173,7 +173,11 @@ def test_writing(shape, options):
 
 @pytest.mark.parametrize(
     ("shape", "options"),
-    spread([x for x in SHAPES | PACKED if "prefill" in x], list(OPTIONS), is_main=False),
+    [
+        pytest.param("prefill-gqa-3", "default", marks=pytest.mark.slow),
+        pytest.param("prefill-two-heads-a-row", "window-20", marks=pytest.mark.slow),
+        *spread([x for x in SHAPES | PACKED if "prefill" in x], list(OPTIONS), is_rare=True),
+    ],
 )
 def test_steps_of_several_blocks(shape, options):
     sizes = {**SHAPES, **PACKED}[shape]
@@ -186,7 +190,11 @@ def test_steps_of_several_blocks(shape, options):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "blocks"),
-    [("decode-gqa-2", DECODE), ("prefill-gqa-3", PREFILL), ("prefill-small-pages", STEPS)],
+    [
+        ("decode-gqa-2", DECODE),
+        ("prefill-gqa-3", PREFILL),
+        pytest.param("prefill-small-pages", STEPS, marks=pytest.mark.soak),
+    ],
 )
 def test_no_copies_race(shape, blocks):
     """Copies that run beside one another, and beside arithmetic, touch different memory."""
@@ -261,14 +269,21 @@ def test_rows_with_drafts():
     Writing(SHAPES["prefill-gqa-3"], blocks).check(SIMPLE, OPTIONS["default"])
 
 
-@pytest.mark.slow
-def test_engine_with_the_interpreted_kernel(monkeypatch):
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param(
+            {"speculation": "always", "speculative_num_draft_tokens": 1}, marks=pytest.mark.soak
+        ),
+    ],
+    ids=["plain", "drafts"],
+)
+def test_engine_with_the_interpreted_kernel(monkeypatch, options):
     """Prefill and decode through the kernel: the tokens of the portable backend."""
     expected = greedy_tokens(attention_backend="xla")
     monkeypatch.setattr(tpu, "tpu_backend", lambda _, head_dims: backend_of(SIMPLE, head_dims))
-    assert greedy_tokens(attention_backend="tpu") == expected
-    drafts: dict[str, Any] = {"speculation": "always", "speculative_num_draft_tokens": 1}
-    assert greedy_tokens(attention_backend="tpu", **drafts) == expected
+    assert greedy_tokens(attention_backend="tpu", **options) == expected
 
 
 class TestChoosingIt:
