@@ -352,6 +352,7 @@ def test_heads_that_do_not_divide_are_refused(name, tp_size, named):
     [
         pytest.param("grouped", marks=pytest.mark.soak),
         pytest.param("ungrouped", marks=pytest.mark.soak),
+        pytest.param("deterministic", marks=pytest.mark.soak),
     ],
 )
 def test_on_two_devices(case):

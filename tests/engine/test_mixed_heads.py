@@ -18,6 +18,7 @@ from tests.devices import run_python
         pytest.param("gpu_kernel", marks=pytest.mark.soak),
         pytest.param("eight_devices", marks=pytest.mark.slow),
         pytest.param("shared_keys", marks=pytest.mark.soak),
+        pytest.param("deterministic", marks=pytest.mark.soak),
         pytest.param("tpu_kernel", marks=pytest.mark.soak),
     ],
 )
