@@ -17,7 +17,7 @@ from tests.site.sitecustomize import write_whole
 SITE = Path(__file__).with_name("site")
 _MAX_BYTES = 4 << 30
 _SUFFIXES = (lru_cache._CACHE_SUFFIX, ".o")
-"""Of programs and of kernels; temporary files, which are about to be renamed, have neither."""
+"""Names of programs and of kernels end so; temporary files, about to be renamed, do not."""
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 """Recorded for every new program, also when the compilation cache then has its executable."""
 
