@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 REASONING_STAMP := $(VENV)/.installed-reasoning
 
 INSTALL := $(BIN)/python .ci/with_lines.py "installing into $(VENV)" $(BIN)/python -m pip install --quiet \
-	--disable-pip-version-check -c constraints.txt
+	--disable-pip-version-check --no-compile -c constraints.txt
 
 DEMO_ARGS ?= --check
 REASONING_ARGS ?=

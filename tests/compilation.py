@@ -16,6 +16,8 @@ from tests.site.sitecustomize import write_whole
 
 SITE = Path(__file__).with_name("site")
 _MAX_BYTES = 4 << 30
+_SUFFIXES = (lru_cache._CACHE_SUFFIX, ".o")
+"""Names of programs and of kernels end so; temporary files, about to be renamed, do not."""
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 """Recorded for every new program, also when the compilation cache then has its executable."""
 
@@ -56,13 +58,19 @@ def keep_programs() -> None:
 
 def prune() -> None:
     """Forgets the oldest programs beyond 4 GiB, of all versions and processors."""
-    found = ((path.stat(), path) for path in CACHE.parent.glob("programs-*/*"))
-    sized = sorted((stat.st_mtime, stat.st_size, path) for stat, path in found)
+    sized = []
+    for path in CACHE.parent.glob("programs-*/*"):
+        if not path.name.endswith(_SUFFIXES):
+            continue
+        with contextlib.suppress(FileNotFoundError):  # another run prunes too
+            stat = path.stat()
+            sized.append((stat.st_mtime, stat.st_size, path))
+    sized.sort()
     excess = sum(size for _, size, _ in sized) - _MAX_BYTES
     for _, size, path in sized:
         if excess <= 0:
             return
-        path.unlink()
+        path.unlink(missing_ok=True)
         excess -= size
 
 

@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiles_as_the_module_says(request):
-    """Programs of two kinds must not meet; child processes follow."""
+    """Programs of two kinds must not meet; child processes follow `QUICK_COMPILE` alone."""
     if hasattr(request.module, quick_compile.MARK):
         with quick_compile.quickly():
             yield

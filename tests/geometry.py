@@ -3,8 +3,7 @@
 Compiling is most of what the tests cost, and programs are kept per shape: engines of one geometry
 and one model share them, across modules, processes and runs. Programs depend on the buckets, the
 page size, the number of pages, `decode_steps` and the longest request. All else differs for free:
-`max_running_requests` up to the bucket (with `num_kv_tokens` given), `chunked_prefill_size` up to
-the bucket, policies and limits of requests.
+policies, limits of requests, and what `within` changes.
 
 Another geometry says why: `other("pages of one token", page_size=1)`. `tests/test_structure.py`
 counts those.
@@ -23,6 +22,7 @@ NAMES = (
     "chunked_prefill_size",
     "token_buckets",
     "decode_steps",
+    "max_model_len",
 )
 """Options that make up a geometry."""
 
@@ -45,7 +45,14 @@ CHUNKED: Mapping[str, Any] = {
     "token_buckets": (16,),
     "decode_steps": 4,
 }
-"""Prompts come in chunks, and pages run out: requests wait, are retracted and prefilled again."""
+"""Prompts come in chunks: one dispatch prefills one request. Pages run out, and requests wait."""
+
+RETRACTING: Mapping[str, Any] = {
+    **CHUNKED,
+    "init_new_token_ratio": 0.0,
+    "min_new_token_ratio": 0.0,
+}
+"""Programs of `CHUNKED`. Requests start without room for their answers, and are retracted too."""
 
 WIDE: Mapping[str, Any] = {
     "page_size": 16,
@@ -64,8 +71,23 @@ def other(reason: str, base: Mapping[str, Any] = SMALL, **changes: Any) -> dict[
     Args:
         reason: Why none of the three will do, for whoever reads the test.
         base: What it is otherwise.
-        changes: Options among `NAMES`, and `max_model_len`.
+        changes: Options among `NAMES`.
     """
     assert len(reason) > 10, reason
-    assert changes.keys() <= {*NAMES, "max_model_len"}, changes
+    assert changes.keys() <= {*NAMES}, changes
     return {**base, **changes}
+
+
+def within(base: Mapping[str, Any], **limits: int) -> dict[str, Any]:
+    """A geometry with smaller limits, which has the programs of `base`.
+
+    Args:
+        base: A geometry.
+        limits: `max_running_requests` and `chunked_prefill_size`, up to the largest buckets.
+    """
+    buckets = {"max_running_requests": "batch_buckets", "chunked_prefill_size": "token_buckets"}
+    for name, limit in limits.items():
+        assert 1 <= limit <= max(base[buckets[name]]), (name, limit)
+    # Else there are fewer pages for fewer requests.
+    assert "max_running_requests" not in limits or "num_kv_tokens" in base, limits
+    return {**base, **limits}

@@ -15,10 +15,12 @@ from typing import Any
 
 from sgljax_engine import Engine
 from sgljax_engine.core import commands as cmd
+from sgljax_engine.core.callers import Callers
 from sgljax_engine.core.engine_core import EngineCore
 from sgljax_engine.core.group import EngineGroup
 from sgljax_engine.core.loop import EngineLoop
 from sgljax_engine.runner.runner import ModelRunner
+from sgljax_engine.types import Request
 
 
 def group(engine: Engine) -> EngineGroup:
@@ -66,9 +68,20 @@ def runner(engine: Engine) -> ModelRunner:
     return core(engine).runner
 
 
+def callers(engine: Engine) -> Callers:
+    """What callers of all kinds go through, and wait in."""
+    return engine._calls
+
+
+def make_requests(engine: Engine, *arguments: Any) -> list[Request]:
+    """The requests that `Engine.generate` makes of its arguments, which nobody has submitted."""
+    made, _ = engine._make_requests(*arguments)
+    return made
+
+
 def ask(engine: Engine, make: Callable[[Future[Any]], cmd.Command]) -> Any:
     """Has the engine do a command that `make` gives a future, and waits for its answer."""
-    return engine._calls.ask(make)
+    return callers(engine).ask(make)
 
 
 def submit(engine: Engine, command: cmd.Command) -> None:

@@ -25,8 +25,8 @@ _TUNIX = ("_decode_fn", "_eval_step", "_prefill_fn", "_train_step", "compute_per
 OTHERS = {f"jit_{name}" for name in (*_RANDOM, *_OPERATIONS, *_TUNIX)}
 """Programs that are not the engine's: JAX's random numbers and operations one by one, and Tunix's.
 
-They make what tests feed to the engine, or compare it with: float32 is as good a judge from a
-program that was compiled in a second. Those of one shape take longer to compile than all else.
+They make what tests feed to the engine, or compare it with. Optimised or not, they are exact
+enough to compare with; compiling one for each shape would take most of a run.
 """
 
 AS_USERS = "TRAINER_AS_USERS"

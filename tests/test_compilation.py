@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jaxlib.version
@@ -49,11 +50,27 @@ def test_it_is_kept_in_the_checkout_for_these_versions():
 
 def test_what_is_old_goes(tmp_path, monkeypatch):
     own, other = tmp_path / "programs-2", tmp_path / "programs-1"
-    for age, path in enumerate((own / "new", other / "middle", own / "old", other / "oldest")):
+    paths = own / "a-cache", other / "b.o", own / "c-cache", other / "d.o", own / "temporary"
+    for age, path in enumerate(paths):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(bytes(10))
         os.utime(path, (1000 - age, 1000 - age))
     monkeypatch.setattr(compilation, "CACHE", own)
     monkeypatch.setattr(compilation, "_MAX_BYTES", 25)
     compilation.prune()
-    assert {path.name for path in tmp_path.glob("*/*")} == {"new", "middle"}
+    assert {path.name for path in tmp_path.glob("*/*")} == {"a-cache", "b.o", "temporary"}
+
+
+def test_what_goes_meanwhile_is_no_error(tmp_path, monkeypatch):
+    (own := tmp_path / "programs-1").mkdir()
+    (own / "here-cache").write_bytes(bytes(10))
+    real = Path.glob
+
+    def glob(self, pattern):
+        return [*real(self, pattern), own / "gone-cache"]
+
+    monkeypatch.setattr(Path, "glob", glob)
+    monkeypatch.setattr(compilation, "CACHE", own)
+    monkeypatch.setattr(compilation, "_MAX_BYTES", 5)
+    compilation.prune()
+    assert list(own.iterdir()) == []

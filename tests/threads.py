@@ -102,7 +102,7 @@ def gate_steps(engine: Engine) -> Engine:
         _gated.add(engine)
         _set_steps(engine, 0)
         # Not attributes of the objects: these would refer to themselves, and outlive their tests.
-        engine._calls.__class__ = _GatedCallers
+        inside.callers(engine).__class__ = _GatedCallers
         engine.__class__ = _GatedEngine
     return engine
 

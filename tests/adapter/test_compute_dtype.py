@@ -21,9 +21,7 @@ from tunix_sgljax.exactness.mismatch import TOLERANCES
 from tunix_sgljax.model_config import compute_dtype, engine_dtype
 
 NUM_TOKENS = 64
-CONFIG = rollout_config(
-    max_tokens_to_generate=NUM_TOKENS, temperature=0.9, seed=5, kv_cache_size=256
-)
+CONFIG = rollout_config(max_tokens_to_generate=NUM_TOKENS, temperature=0.9, seed=5)
 PROMPTS = ref.make_prompts(96, np.random.default_rng(3).integers(4, 16, 16).tolist(), seed=21)
 QWEN2 = families.FAMILIES["qwen2_tied"].config
 MIXED = {"num_layers": 1, "dtype": jnp.bfloat16, "param_dtype": jnp.float32}
@@ -44,9 +42,7 @@ def rollout_of(model, **options):
     # The padding id is not sampled: the trainer would hide it from the tokens behind it.
     extra = {"bad_token_ids": [ref.PAD_ID]}
     config = options.pop("rollout_config", CONFIG)
-    return new_rollout(
-        model, rollout_config=config, max_model_len=128, sampling_params=extra, **options
-    )
+    return new_rollout(model, rollout_config=config, sampling_params=extra, **options)
 
 
 @ref.deprecations_ignored()

@@ -316,7 +316,7 @@ def test_factory_takes_options(model):
     ("match", "options"),
     [
         ("page_size", {"page_size": 0}),  # no engine
-        ("max_model_len", {"max_model_len": 1}),
+        ("max_model_len", {"max_model_len": 1}),  # no engine
         ("dtype.*float32", {"dtype": "float31"}),
         ("attention_backend 'xlaa'.*'xla'", {"attention_backend": "xlaa"}),
         (

@@ -78,6 +78,6 @@ def test_a_rollout_sees_changes_between_calls(rollout):
     with pytest.raises(InvalidRequestError, match="max_tokens_to_generate"):
         rollout.generate(["5 6 7"], config)
     config.max_tokens_to_generate = 2
-    config.rollout_vllm_kwargs["max_model_len"] = 77
+    config.rollout_vllm_kwargs["max_model_len"] = 77  # no engine
     with pytest.raises(InvalidConfigError, match="cannot change after construction"):
         rollout.generate(["5 6 7"], config)

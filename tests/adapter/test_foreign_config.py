@@ -261,6 +261,7 @@ def test_fields_that_agree_are_no_conflict(bare, warnings):
     ("entries", "expected"),
     [
         ({"enable_prefix_caching": True}, {"disable_radix_cache": False}),
+        # no engine
         ({"max_model_len": 77, "seed": 5}, {"max_model_len": 77, "random_seed": 5}),
         (
             {"context_length": 77, "max_total_tokens": 99},

@@ -97,7 +97,7 @@ def test_rollout_worker_made_beforehand(closing):
         tokenizer=parts.arguments["tokenizer"],
         model_config=parts.model.config,
         mesh=parts.mesh,
-        max_model_len=128,
+        rollout_config=rollout_config(),
         **SMALL,
     )
     closing.append(rollout)

@@ -74,7 +74,7 @@ def test_a_training_config_longer_than_the_context(caplog):
     parts = make_parts()
     config = RolloutConfig(max_prompt_length=60, max_tokens_to_generate=8, eos_tokens=[EOS])
     with caplog.at_level(logging.WARNING, logger="tunix_sgljax"):
-        SglJaxRollout(
+        SglJaxRollout(  # no engine
             rollout_actor=parts.model,
             tokenizer=parts.arguments["tokenizer"],
             rollout_config=config,

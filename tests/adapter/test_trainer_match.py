@@ -104,7 +104,7 @@ def test_log_probs_are_the_trainers_to_the_bit(name):
     prompts = [ids % 95 + 1 for ids in PROMPTS]  # in every vocabulary
     found = {}
     for mode in ("trainer_logprobs", "trainer_match"):
-        rollout = new_rollout(model, logprobs_mode=mode, max_model_len=128)
+        rollout = new_rollout(model, logprobs_mode=mode)
         found[mode] = generate(rollout, prompts)
         rollout.close()
     output = found["trainer_match"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -193,8 +192,7 @@ def test_peft_computes_what_the_merged_model_does(name, tmp_path):
     argv = [root, "--base", GOLDEN / name, "--output", tmp_path / "out"]
     assert convert(*argv, "--lora-alpha", checkpoints.ALPHA) == 0
     prompts, logits = zip(*prompts_and_logits(name), strict=True)
-    options: dict[str, Any] = {**SMALL, "max_model_len": 128}
-    with Engine(tmp_path / "out", **options) as engine:
+    with Engine(tmp_path / "out", **SMALL) as engine:
         found = engine.score([prompt.tolist() for prompt in prompts])
     for prompt, wanted, logps in zip(prompts, logits, found, strict=True):
         wide = wanted.astype(np.float64)

@@ -22,7 +22,7 @@ GREEDY = ["--temperature", "0", "--max-new-tokens", "6"]
 
 
 def generate(*argv: Any) -> int:
-    engine = engine_words.words(max_model_len=128)
+    engine = engine_words.words()
     return main(["generate", "--model", str(MODEL), *engine, *map(str, argv)])
 
 
@@ -30,7 +30,7 @@ def generate(*argv: Any) -> int:
 def expected():
     """Greedy outputs of the engine itself, by prompt."""
     prompts = ["the quick", "over the lazy dog"]
-    with Engine(MODEL, max_model_len=128, **SMALL) as engine:
+    with Engine(MODEL, **SMALL) as engine:
         params = SamplingParams(temperature=0, max_new_tokens=6)
         outputs = engine.generate(prompts, params, return_logprob=True)
         ids = engine.apply_chat_template([{"role": "user", "content": prompts[0]}])
@@ -66,7 +66,7 @@ def test_jsonl(expected, tmp_path, capsys):
         {"prompt": "the quick", "id": "a"},
         {"messages": [{"role": "user", "content": "the quick"}]},
         {"prompt": "over the lazy dog", "sampling_params": {"max_new_tokens": 3, "n": 2}},
-        {"input_ids": [5] * 500},
+        {"input_ids": [5] * 600},
         {"prompt": "x", "sampling_params": {"temprature": 0}},
     ]
     source.write_text("\n".join(map(json.dumps, lines)))
@@ -90,7 +90,7 @@ def test_jsonl(expected, tmp_path, capsys):
     assert [row["sample"] for row in samples] == [0, 1]
     for row in samples:
         assert row["output_ids"] == expected["over the lazy dog"]["output_ids"][:3]
-    assert "500" in rows[4]["error"]
+    assert "600" in rows[4]["error"]
     assert "did you mean 'temperature'?" in rows[5]["error"]
 
 

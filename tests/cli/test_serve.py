@@ -27,7 +27,7 @@ def test_from_start_to_end(tmp_path, end):
     (tmp_path / "key").write_text("data\n")
     command = [sys.executable, "-m", "tunix_sgljax.cli.main", "serve", "--model", str(MODEL)]
     command += ["--port", "0", "--api-key-file", str(tmp_path / "key")]
-    command += engine_words.words(max_model_len=128)
+    command += engine_words.words()
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

@@ -365,8 +365,8 @@ TABLE = [Row(*row) for row in (
      InvalidConfigError, "'max_running_request'", "'max_running_requests'"),
     ("foreign_option", lambda _: options(max_num_seqs=64),
      InvalidConfigError, "'max_num_seqs'", "'max_running_requests'"),
-    ("config_and_options",  # no engine
-     lambda _: Engine(model_config=TINY, config=CONFIG, page_size=16),
+    ("config_and_options",
+     lambda _: Engine(model_config=TINY, config=CONFIG, page_size=16),  # no engine
      InvalidConfigError, "page_size", "not both"),
     ("config_type", lambda _: Engine(model_config=TINY, config=DICT),
      InvalidConfigError, "config", "EngineConfig"),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.compilation import SITE
 from tests.devices import CACHE_VARIABLES
 from tests.docs import doc_blocks
 
@@ -40,8 +41,9 @@ def run(clone: Path, home: Path, commands: str, variables: dict[str, str]) -> st
         **variables,
         "HOME": str(home),
         "PATH": os.pathsep.join([str(clone / ".venv/bin"), os.environ["PATH"]]),
-        # The environment's editable install is of this checkout, not of the clone.
-        "PYTHONPATH": os.pathsep.join([str(clone), str(clone / "engine")]),
+        # Entries of the cache are written whole. The environment's editable install is of this
+        # checkout, not of the clone.
+        "PYTHONPATH": os.pathsep.join([str(SITE), str(clone), str(clone / "engine")]),
     }
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", commands],

@@ -13,6 +13,7 @@ import pytest
 from sgljax_engine import Engine, ModelConfig, RequestOutput, SamplingParams
 from sgljax_engine.layers import target
 from sgljax_engine.processing.input_processor import LogprobArgs
+from tests import inside
 from tests.engine.interrupts import wait_until
 from tests.engine.models import TINY, spread_weights
 from tests.geometry import other
@@ -169,8 +170,8 @@ def ask(engine: Engine, asked: Sequence[Asked]) -> list[Bits]:
         return_logprob=True, top_logprobs_num=[each.top_logprobs for each in asked]
     )
     params, prompts = [each.params for each in asked], [each.prompt for each in asked]
-    made, _ = engine._make_requests(None, params, prompts, logprobs, False)
-    return [bits_of(out) for out in engine._calls.generate(made)]
+    made = inside.make_requests(engine, None, params, prompts, logprobs, False)
+    return [bits_of(out) for out in inside.callers(engine).generate(made)]
 
 
 def differing(some: Sequence[Bits], others: Sequence[Bits]) -> list[tuple[int, list[str]]]:

@@ -236,8 +236,9 @@ def gpu_kernel() -> None:
 
 def decode_flops(model: ModelConfig, mesh: Mesh | None, **options: Any) -> float:
     """Operations of a decode step of 64 rows in all, on each device, as XLA counts them."""
-    plain = {"attention_backend": "xla", "linear_backend": "xla", "max_model_len": 128}
-    sizes = {"max_running_requests": 64, "num_kv_tokens": 64 * 128}  # no engine, only its shapes
+    plain = {"attention_backend": "xla", "linear_backend": "xla"}
+    # no engine, only its shapes
+    sizes = {"max_running_requests": 64, "num_kv_tokens": 64 * 128, "max_model_len": 128}
     options = {**sizes, **plain, **options}
     runner, memory = build_shapes(model, EngineConfig.from_options(options), "float32", mesh)
     num_engines = 1 if mesh is None else mesh.size // memory.tp_size

@@ -30,9 +30,10 @@ from tests import inside
 from tests.engine import interrupt_model
 from tests.engine import test_interrupt_machine as single
 from tests.engine.expected_state import Update
-from tests.engine.interrupt_model import NUM_WEIGHTS, OPTIONS, WEIGHTS, Swap
+from tests.engine.interrupt_model import NUM_WEIGHTS, WEIGHTS, Swap
 from tests.engine.models import TINY
 from tests.engine.small_tokenizers import CharTokenizer
+from tests.geometry import CHUNKED, other
 from tests.interrupted import Interrupt, real_interrupts
 from tests.threads import LIMIT_S
 
@@ -58,12 +59,16 @@ def make_adapter(seed: int) -> tuple[dict[str, Any], tuple[Any, ...]]:
 def make_subject() -> single.Subject:
     """Two engines, each as large as the single one."""
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("data",))
-    twice: dict[str, Any] = {
-        name: 2 * OPTIONS[name] for name in ("num_kv_tokens", "max_running_requests")
-    }
-    twice["batch_buckets"] = (twice["max_running_requests"],)
-    lora = {"max_loras": 1, "max_lora_rank": 4}
-    return single.Subject(mesh=mesh, tokenizer=CharTokenizer(), **twice, **lora)
+    twice = other(
+        "two engines, each as large as the single one",
+        CHUNKED,
+        num_kv_tokens=320,
+        max_running_requests=16,
+        batch_buckets=(16,),
+    )
+    return single.Subject(
+        mesh=mesh, tokenizer=CharTokenizer(), max_loras=1, max_lora_rank=4, **twice
+    )
 
 
 class GroupMachine(single.InterruptMachine):

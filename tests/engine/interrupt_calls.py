@@ -114,7 +114,7 @@ class PlainCall(Call):
 
     def go_away(self) -> None:
         super().go_away()
-        self.engine._calls.abandon(self.requests)
+        inside.callers(self.engine).abandon(self.requests)
 
     def _collect(self) -> list[Result]:
         errors = [future.exception(LIMIT_S) for future in self.futures]
@@ -237,8 +237,8 @@ class Caller:
         if form == "task":
             task, future = self._async.generate(engine, **arguments)
             return TaskCall(loop=self._async.loop, task=task, future=future, **facts)
-        requests, _ = engine._make_requests(
-            None, params, [prompt], LogprobArgs(), False, [rid], lora
+        requests = inside.make_requests(
+            engine, None, params, [prompt], LogprobArgs(), False, [rid], lora
         )
         futures = [CountingFuture() for _ in requests]
         inside.submit(engine, cmd.AddRequests(requests, [Answer(future) for future in futures]))

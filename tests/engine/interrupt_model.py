@@ -10,16 +10,13 @@ from typing import Any, NamedTuple
 from sgljax_engine import Engine, ModelConfig, SamplingParams
 from tests.engine.interrupt_calls import Call, Result
 from tests.engine.models import TINY, spread_weights
-from tests.geometry import CHUNKED, SMALL
+from tests.geometry import RETRACTING, SMALL
 
 MODEL = TINY
 WEIGHTS = [spread_weights(MODEL, seed) for seed in range(3)]
 NUM_WEIGHTS = len(WEIGHTS)
 OPTIONS: dict[str, Any] = {
-    **CHUNKED,
-    # Admission that hopes for the best, so that pages run out.
-    "init_new_token_ratio": 0.0,
-    "min_new_token_ratio": 0.0,
+    **RETRACTING,
     "forbid_compile": True,
 }
 

@@ -54,19 +54,23 @@ def shard_bytes(arrays: Any, device: Any) -> int:
 
 def collectives(engine: Engine) -> dict[str, Counter]:
     """What the engine's programs send between devices: shapes and kinds, by program."""
-    programs = inside.runner(engine).programs._programs
+    programs: dict[Any, Any] = inside.runner(engine).programs._programs
     return {key[0]: Counter(COLLECTIVE.findall(p.as_text())) for key, p in programs.items()}
 
 
 def outputs() -> None:
+    """Two kv heads, each on two devices."""
+    check_outputs(tiny(2))
+
+
+def check_outputs(model: ModelConfig) -> None:
     """Tokens and scores are one device's, and no key moves between devices."""
     with Engine(model_config=tiny(4), mesh=mesh_of(1, 4), **SMALL) as engine:
         engine.generate_requests(PROMPTS, GREEDY)
         # Of a model with a kv head for each device, which has nothing to copy.
         expected = collectives(engine)
         assert set(expected) == {"prefill", "decode"}
-    model, mesh = tiny(2), mesh_of(1, 4)
-    weights = spread_weights(model)
+    mesh, weights = mesh_of(1, 4), spread_weights(model)
     with Engine(model_config=model, weights=weights, **SMALL) as engine:
         tokens = tokens_of(engine.generate_requests(PROMPTS, GREEDY))
         scored = engine.score(PROMPTS[:3])
@@ -99,7 +103,8 @@ def check_memory(engine: Engine, model: ModelConfig, mesh: Mesh) -> None:
 
 
 def families() -> None:
-    """One kv head of eight heads, and windows: as transformers computes them."""
+    """One kv head on all devices; of eight heads, and windows, as transformers computes them."""
+    check_outputs(tiny(1))
     check_golden("qwen3_mqa_untied", mesh_of(1, 4))
     check_golden("gemma3_window", mesh_of(1, 4))
 

@@ -23,6 +23,7 @@ from sgljax_engine.model_config import KVShape
 from sgljax_engine.placement.submeshes import place
 from sgljax_engine.preview import preview_engine
 from tests import inside
+from tests.engine.determinism_cases import ALONE
 from tests.engine.group_cases import KernelCase, one_device
 from tests.engine.models import MIXED_HEADS, SHARED_KEYS, random_prompts, spread_weights
 from tests.geometry import SMALL
@@ -118,6 +119,25 @@ def refusals() -> None:
         place(uneven, mesh_of(6), "float32")
     six = dataclasses.replace(uneven, num_kv_heads=6, vocab_size=128, intermediate_size=64)
     assert place(six, mesh_of(2), "float32").whole.num_tensor_shards == 2
+
+
+def deterministic() -> None:
+    """Requests that share a batch have the bits of the same ones alone."""
+    seeded = [SamplingParams(temperature=0.8, seed=i, max_new_tokens=24) for i in range(9)]
+    bits = []
+    for options in (SMALL, ALONE):
+        with Engine(
+            model_config=MIXED_HEADS,
+            weights=spread_weights(MIXED_HEADS),
+            mesh=mesh_of(8),
+            enable_deterministic_sampling=True,
+            **options,
+        ) as engine:
+            made = engine.generate_requests(PROMPTS, seeded)
+        bits.append(
+            [(o.output_ids, np.asarray(o.scaled_logprobs, np.float32).tobytes()) for o in made]
+        )
+    assert bits[0] == bits[1]
 
 
 def kernel_cases() -> list[KernelCase]:

@@ -37,7 +37,7 @@ from tests.engine.interrupts import (
 )
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.small_tokenizers import CharTokenizer
-from tests.geometry import CHUNKED, WIDE
+from tests.geometry import CHUNKED, WIDE, other
 from tests.threads import LIMIT_S, running, start
 
 PROMPTS = random_prompts(12, 3, 60)
@@ -355,15 +355,15 @@ class TestWeights:
             assert not call.done()
         (request,) = CheckpointManager(tmp_path).load().scheduler_state.requests.values()
         assert request.prompt_logprobs is not None
+        assert not request.output_ids
         with make_engine(weights=other) as engine:
             expected = engine.generate(input_ids=prompt, **asked)
             out = engine.restore_checkpoint(tmp_path)["a"].result(LIMIT_S).to_dict()
-        if not request.output_ids:
-            found, wanted = (
-                [entry[0] for entry in each["meta_info"]["input_token_logprobs"][1:]]
-                for each in (out, expected)
-            )
-            np.testing.assert_allclose(found, wanted, atol=1e-4)
+        found, wanted = (
+            [entry[0] for entry in each["meta_info"]["input_token_logprobs"][1:]]
+            for each in (out, expected)
+        )
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
 
 
 class TestRefusals:
@@ -410,7 +410,7 @@ class TestRefusals:
 
     def test_a_request_that_does_not_fit_here(self, saved, expected, caplog):
         """It is refused by itself; the others go on."""
-        with make_engine(max_model_len=150) as engine:
+        with make_engine(**other("some requests are too long", max_model_len=150)) as engine:
             futures = engine.restore_checkpoint(saved)
             lengths = [
                 len(prompt) + (params.max_new_tokens or 0)
@@ -429,7 +429,7 @@ class TestRefusals:
 
     def test_what_is_finished_is_there_however_long(self, saved, expected):
         finished = CheckpointManager(saved).load().scheduler_state.finished_req_ids
-        with make_engine(max_model_len=8) as engine:
+        with make_engine(max_model_len=8) as engine:  # no engine that computes
             futures = engine.restore_checkpoint(saved)
             for rid in finished:
                 assert futures[rid].result(LIMIT_S).output_ids == expected[rid]["output_ids"]
@@ -453,7 +453,7 @@ class TestRefusals:
             assert engine.generate(input_ids=[1], sampling_params={"max_new_tokens": 2})
 
     def test_a_refusal_keeps_no_engine_alive(self, saved):
-        engine = make_engine(max_model_len=8)
+        engine = make_engine(max_model_len=8)  # no engine that computes
         futures = engine.restore_checkpoint(saved)
         gone = weakref.ref(engine)
         with pytest.raises(InvalidRequestError):
@@ -475,7 +475,7 @@ class TestPages:
         return shutil.copytree(first_folders / "kv", tmp_path / "kv")
 
     def test_a_small_pool_takes_what_fits(self, with_kv, expected, caplog):
-        """The pages of the prefix cache, and those of the requests."""
+        """40 pages are adopted; requests longer than the pool are refused, the others go on."""
         num_nodes = len(CheckpointManager(with_kv).load().scheduler_state.prefix_cache.nodes)  # type: ignore[union-attr]
         with make_engine(**CHUNKED) as engine:
             assert num_nodes > 60

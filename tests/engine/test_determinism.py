@@ -33,7 +33,7 @@ from tests.engine.determinism_cases import (
 from tests.engine.exactness_checks import check_bits
 from tests.engine.interrupts import wait_until
 from tests.engine.models import MIXED_HEADS, SHARED_KEYS, spread_weights
-from tests.geometry import WIDE, other
+from tests.geometry import WIDE, other, within
 from tests.threads import LIMIT_S, start
 
 NUM_WAYS, NUM_PORTABLE_WAYS = 18, 2
@@ -54,7 +54,7 @@ GEOMETRIES = (
         batch_buckets=(16,),
     ),
     other(
-        "pages of one token, as many as one request needs, beside which no rows fit",
+        "pages of one token, little more than the longest request, beside which no rows fit",
         page_size=1,
         num_kv_tokens=300,
         max_running_requests=5,
@@ -78,8 +78,7 @@ def draw_way(index: int) -> Way:
     """A random way to run the requests."""
     rng = np.random.default_rng(index)
     geometry = GEOMETRIES[index % len(GEOMETRIES)]
-    options = other(
-        "limits below the buckets: the same programs",
+    options = within(
         geometry,
         max_running_requests=int(rng.integers(2, geometry["batch_buckets"][-1] + 1)),
         chunked_prefill_size=int(rng.integers(1, geometry["token_buckets"][-1] + 1)),

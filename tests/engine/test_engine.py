@@ -31,7 +31,7 @@ from tests.compilation import recorded_programs
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.small_tokenizers import CharTokenizer
 from tests.engine.test_decode_rows import TWO_SIZES
-from tests.geometry import CHUNKED, SMALL, WIDE, other
+from tests.geometry import CHUNKED, SMALL, WIDE, within
 from tests.threads import LIMIT_S, gate_steps, wait_for
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12)
@@ -269,9 +269,10 @@ class TestBadInput:
     OPTIONS = (
         ({"pagesize": 4}, "unknown engine option 'pagesize'; did you mean 'page_size'"),
         ({"page_size": 0}, "page_size must be an integer >= 1, got 0"),  # no engine
-        ({"max_running_requests": 2.5}, "max_running_requests"),
+        ({"max_running_requests": 2.5}, "max_running_requests"),  # no engine
         ({"mem_fraction_static": 1.5}, r"mem_fraction_static must be a number in .*, got 1.5"),
         ({"dtype": "int8"}, "dtype must be None or one of"),
+        # no engine
         ({"max_model_len": 512}, "at most the model's context length 256, got 512"),
         ({"attention_backend": "xlaa"}, "attention_backend 'xlaa'; did you mean 'xla'"),
         ({"linear_backend": "natve"}, "linear_backend 'natve'; did you mean 'native'"),
@@ -280,7 +281,7 @@ class TestBadInput:
         ({"forbid_compile": "false"}, "forbid_compile must be True or False"),
         ({"load_format": "dummy"}, "load_format='dummy' goes without weights"),
         ({"batch_buckets": (4,)}, r"batch_buckets .* max_running_requests \(8\)"),  # no engine
-        ({"token_buckets": (100,)}, "multiples of 16"),
+        ({"token_buckets": (100,)}, "multiples of 16"),  # no engine
         ({"num_kv_tokens": 2}, "num_kv_tokens must be an integer >= 4"),  # no engine
         ({"load_format": "gguf"}, "load_format must be one of"),
         ({"init_new_token_ratio": 2.0}, r"init_new_token_ratio must be in \[0, 1\]"),
@@ -336,8 +337,7 @@ class TestCompilation:
             warm.score([[1, 2, 3]] * 5 + [[1] * 200])
 
     def test_prefill_never_exceeds_its_budget(self):
-        options = other("a budget below the bucket: the same programs", chunked_prefill_size=16)
-        with make_engine(**options) as small:
+        with make_engine(**within(SMALL, chunked_prefill_size=16)) as small:
             small.generate(input_ids=[1] * 53, sampling_params={"max_new_tokens": 1})
             assert small.get_internal_state().counters.num_dispatches == 4
 

@@ -31,7 +31,7 @@ from tests.engine.gpu_interpreted import INVARIANT, OPTIONS, use_gpu_kernels
 from tests.engine.models import MIXED_HEADS, TINY_MOE
 from tests.engine.paged_cases import OPTIONS as ATTENTION_OPTIONS
 from tests.engine.paged_cases import case_of, needs_gpu, spread
-from tests.geometry import CHUNKED, SMALL
+from tests.geometry import CHUNKED, RETRACTING, SMALL
 
 QUICK_COMPILE = "interpreted kernels of GPUs, which no user compiles for CPUs"
 
@@ -226,7 +226,7 @@ def test_what_is_served(monkeypatch, model, options, is_served):
 ASKED = [
     each._replace(
         prompt=each.prompt[:40],
-        params=dataclasses.replace(each.params, max_new_tokens=12, min_new_tokens=0),
+        params=dataclasses.replace(each.params, max_new_tokens=20, min_new_tokens=0),
     )
     for each in requests(24, MODEL.vocab_size)
     if not each.params.changes_logits
@@ -234,17 +234,22 @@ ASKED = [
 
 
 def check_engine(options: dict[str, Any], speculation: str) -> None:
-    """The bits of requests alone; in batches, in chunks, with shared prefixes; and scored."""
+    """The bits of requests alone; in one prefill; in chunks and retracted; and scored."""
     with make_engine(ALONE | options, SERVED) as engine:
         static = inside.runner(engine)._static
         assert static.context.kernels == layers.InvariantKernels.make()
         assert static.context.tile_widths == ()
         expected = run(engine, ASKED, Way({}))
-    with make_engine({**CHUNKED, **options, "speculation": speculation}, SERVED) as engine:
-        check_bits(run(engine, ASKED, Way({})), expected)
-        texts = [[*asked.prompt, *bits.tokens] for asked, bits in zip(ASKED, expected, strict=True)]
-        starts = [len(asked.prompt) for asked in ASKED]
-        scores = engine.score(texts, start_lens=starts)
+    for geometry in (SMALL, RETRACTING):
+        given = {**geometry, **options, "speculation": speculation}
+        with make_engine(given, SERVED) as engine:
+            check_bits(run(engine, ASKED, Way({})), expected)
+            num_retractions = engine.get_internal_state().counters.num_retractions
+            assert (num_retractions > 0) == (geometry is RETRACTING)
+            texts = [
+                [*asked.prompt, *bits.tokens] for asked, bits in zip(ASKED, expected, strict=True)
+            ]
+            scores = engine.score(texts, start_lens=[len(asked.prompt) for asked in ASKED])
     assert [each.tobytes() for each in scores] == [bits.logprobs for bits in expected]
     assert len({bits.tokens for bits in expected}) > 5
 
@@ -263,7 +268,7 @@ class TestEngine:
     @pytest.mark.soak
     @pytest.mark.parametrize("speculation", ["off", "always"])
     def test_no_bit_differs(self, monkeypatch, speculation):
-        """Alone; in batches, in chunks, with shared prefixes and retracted; and scored."""
+        """Alone; in one prefill; in chunks and retracted; and scored."""
         use_gpu_kernels(monkeypatch, fused.FusedProducts(interpret=True))
         with using("portable"):
             check_engine(OPTIONS, speculation)

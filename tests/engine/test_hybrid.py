@@ -41,7 +41,7 @@ from tests.engine.interrupts import (
 )
 from tests.engine.models import HYBRID, logical_weights, random_prompts, spread_weights
 from tests.engine.test_quantization import rounded, scores
-from tests.geometry import CHUNKED, SMALL
+from tests.geometry import RETRACTING, SMALL
 from tests.threads import gate_steps, running
 from tests.tiers import tiered
 
@@ -53,7 +53,7 @@ FOLDERS = sorted(
 )
 FAST = ("qwen3_5_ratio_two",)
 SLOW = ("qwen3_next_grouped",)
-"""With one of the fast tier one of each class: what has an engine of its own for each shape."""
+"""With `FAST`, one of each class but for experts; the others are of the soak."""
 PARAMS = SamplingParams(temperature=0, max_new_tokens=64, ignore_eos=True)
 OPTIONS: dict[str, Any] = {**SMALL, "dtype": "float32"}
 
@@ -127,12 +127,7 @@ class TestAnswers:
     def test_small_chunks_and_a_small_pool(self, example):
         """Prompts in chunks of 16, and requests that are prefilled again with their answers."""
         folder, golden = example
-        options: dict[str, Any] = {
-            **CHUNKED,
-            "init_new_token_ratio": 0.0,
-            "min_new_token_ratio": 0.0,
-        }
-        with make_engine(folder, **options) as engine, running():
+        with make_engine(folder, **RETRACTING) as engine, running():
             check(golden, engine.generate_requests(golden_prompts(golden), PARAMS))
             assert engine.get_internal_state().counters.num_retractions > 0
             assert_idle(engine)
@@ -352,10 +347,15 @@ def test_heads_that_do_not_divide_are_refused(name, tp_size, named):
     [
         pytest.param("grouped", marks=pytest.mark.soak),
         pytest.param("ungrouped", marks=pytest.mark.soak),
+        pytest.param("deterministic", marks=pytest.mark.soak),
     ],
 )
 def test_on_two_devices(case):
-    run_python("-W", "ignore", "-m", "tests.engine.hybrid_cases", case, num_devices=2)
+    run_python(
+        *("-W", "ignore", "-m", "tests.engine.hybrid_cases", case),
+        num_devices=2,
+        as_users=case == "deterministic",
+    )
 
 
 def test_random_weights(small):

@@ -32,7 +32,7 @@ from tests.engine.exactness_checks import check_bits
 from tests.engine.models import HYBRID, spread_weights
 from tests.engine.native_cases import needs_machine_code
 from tests.engine.test_delta_rule import NET, random_tokens, reference
-from tests.geometry import CHUNKED
+from tests.geometry import RETRACTING
 
 MODEL = dataclasses.replace(HYBRID, eos_token_ids=(5,))
 ASKED = [
@@ -41,8 +41,6 @@ ASKED = [
     if not each.params.changes_logits
 ][:12]
 UNCACHED: dict[str, Any] = {**ALONE, "disable_radix_cache": True}
-SCARCE: dict[str, Any] = {**CHUNKED, "init_new_token_ratio": 0.0, "min_new_token_ratio": 0.0}
-"""A pool that retracts."""
 
 KERNELS = [
     pytest.param(CpuKernels(), marks=needs_machine_code),
@@ -80,7 +78,7 @@ class TestEngine:
     )
     def test_no_bit_differs(self, backend, alone, drafts):
         """Batches, chunks, interruptions, retraction; the second time from kept states."""
-        with make_engine(SCARCE | {"speculation": drafts}, MODEL) as engine:
+        with make_engine({**RETRACTING, "speculation": drafts}, MODEL) as engine:
             for _ in range(2):
                 interrupt = Interrupter(1, spread_weights(MODEL))
                 order = range(len(ASKED))[::-1]
@@ -96,7 +94,7 @@ class TestEngine:
         """A sampled token's log-prob equals its score as part of a prompt's answer."""
         asked, bits = ASKED[1], alone[1]
         tokens = asked.prompt + list(bits.tokens)
-        with make_engine(SCARCE, MODEL) as engine:
+        with make_engine(RETRACTING, MODEL) as engine:
             first = engine.generate_requests([asked.prompt], asked.params)[0]
             again = engine.generate_requests([tokens], asked.params)[0]
             engine.flush_cache()
@@ -115,7 +113,7 @@ def test_drafts_where_ranks_are_not_promoted(backend, alone):
     before = jax.config.jax_numpy_rank_promotion  # type: ignore[attr-defined]
     jax.config.update("jax_numpy_rank_promotion", "raise")
     try:
-        with make_engine(SCARCE | {"speculation": "always"}, MODEL) as engine:
+        with make_engine({**RETRACTING, "speculation": "always"}, MODEL) as engine:
             check_bits(run(engine, ASKED[:4], Way({})), alone[:4])
             assert engine.get_internal_state().counters.num_draft_tokens > 0
     finally:

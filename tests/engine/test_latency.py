@@ -10,6 +10,7 @@ import pytest
 from sgljax_engine import Engine, SamplingParams
 from sgljax_engine.core import commands as cmd
 from tests import inside
+from tests.engine.interrupts import update_in_flight
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.geometry import SMALL, other
 from tests.threads import held, start, wait_for
@@ -35,11 +36,14 @@ def test_time_to_first_token_begins_with_the_call(engine):
 
 def test_time_to_first_token_is_that_of_one_dispatch(engine):
     """Pieces report the same time; neither they nor a retraction move it."""
-    stream = engine.generate(None, GREEDY, [4, 5], stream=True)
+    params = {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True}
+    stream = engine.generate(None, params, [4, 5], stream=True)
     first = next(stream)
-    engine.update_weights(spread_weights())
-    times = {piece["meta_info"]["time_to_first_token"] for piece in [first, *stream]}
-    assert len(times) == 1
+    version = update_in_flight(engine, spread_weights(), mode="retract")
+    metas = [piece["meta_info"] for piece in (first, *stream)]
+    assert len({meta["time_to_first_token"] for meta in metas}) == 1
+    versions = [meta["token_weight_versions"] for meta in metas]
+    assert (versions[0][0], versions[-1][-1]) == (version - 1, version)
 
 
 def test_time_to_first_token_of_a_request_without_tokens(engine):

@@ -14,7 +14,7 @@ from tests.engine.interrupts import update_in_flight
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.sampling_reference import forward, log_softmax
 from tests.engine.test_sampling_table import GOLDEN, across
-from tests.geometry import CHUNKED, SMALL
+from tests.geometry import CHUNKED, RETRACTING, SMALL
 from tests.threads import LIMIT_S
 
 WEIGHTS = spread_weights()
@@ -251,9 +251,7 @@ class TestLengths:
         with Engine(
             model_config=TINY,
             weights=WEIGHTS,
-            **CHUNKED,
-            init_new_token_ratio=0.0,
-            min_new_token_ratio=0.0,
+            **RETRACTING,
         ) as small:
             outs = generate(small, prompt=prompts, fields=fields, **ALL_LISTS)
             assert small.get_internal_state().counters.num_retractions > 0

@@ -183,6 +183,7 @@ def test_every_program_says_which_tokens_are_used(is_deterministic, monkeypatch)
         return mix(x_TD, routing, experts, is_used, options)
 
     monkeypatch.setattr(mixture, "mix", watched)
+    # no engine, only its traces
     more = {"max_model_len": 64, "enable_deterministic_sampling": is_deterministic}
     model = dataclasses.replace(TINY_MOE, vocab_size=120)  # that no other test has traced
     runner, _ = build_shapes(model, EngineConfig.from_options({**SMALL, **more}), "float32", None)

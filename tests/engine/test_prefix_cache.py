@@ -17,7 +17,7 @@ from tests import inside
 from tests.engine.exactness_checks import check_reuse_changes_nothing, check_update_leaves_no_prefix
 from tests.engine.interrupts import update_in_flight, wait_until
 from tests.engine.models import TINY, spread_weights
-from tests.geometry import CHUNKED, SMALL, WIDE
+from tests.geometry import RETRACTING, SMALL, WIDE
 from tests.threads import LIMIT_S, gate_steps, start, wait_for
 
 PAGE = SMALL["page_size"]
@@ -156,8 +156,7 @@ class TestGroup:
     def test_pool_that_holds_one_request_more_than_the_prompt(self, reference):
         """Pages run out in the middle of the group, tails and all."""
         prompt = make_prompt(120)
-        options = {**CHUNKED, "init_new_token_ratio": 0.0, "min_new_token_ratio": 0.0}
-        with make_engine(**options) as engine:
+        with make_engine(**RETRACTING) as engine:
             params = dataclasses.replace(SAMPLES, max_new_tokens=30)
             outs = engine.generate_requests([prompt], params)
             assert_all_free(engine)
@@ -310,8 +309,7 @@ class TestPressure:
         return answers
 
     def run(self, **options: Any) -> tuple[list[list[list[int]]], Any, int]:
-        pressure = {**CHUNKED, "init_new_token_ratio": 0.0, "min_new_token_ratio": 0.0}
-        with make_engine(**pressure, **options) as engine:
+        with make_engine(**RETRACTING, **options) as engine:
             evictions = count_evictions(engine)
             with ThreadPoolExecutor(self.NUM_THREADS) as pool:
                 talks = list(pool.map(lambda i: self.talk(engine, i), range(self.NUM_TALKS)))

@@ -34,12 +34,10 @@ from tests.devices import run_python
 from tests.engine import small_tokenizers
 from tests.engine.models import TINY, TINY_MOE, logical_weights, random_prompts, spread_weights
 from tests.engine.stepping import SteppedEngine
-from tests.geometry import CHUNKED, SMALL, WIDE
+from tests.geometry import RETRACTING, SMALL, WIDE
 
 NUM_LAYERS, NUM_CHOSEN, MAX_LEN = TINY_MOE.num_layers, 3, 128
 OPTIONS: dict[str, Any] = {**SMALL, "enable_return_routed_experts": True}
-RETRACTING = {**CHUNKED, "init_new_token_ratio": 0.0, "min_new_token_ratio": 0.0}
-"""Requests start without room for their outputs."""
 GREEDY = SamplingParams(temperature=0, max_new_tokens=11, ignore_eos=True)
 
 Routed = Callable[[Sequence[int]], np.ndarray]
@@ -162,7 +160,7 @@ class TestOutputs:
 
     @pytest.mark.slow
     def test_no_new_programs_after_warmup(self, routed):
-        with make(forbid_compile=True, max_model_len=MAX_LEN) as engine:
+        with make(forbid_compile=True) as engine:
             engine.warmup()
             check(engine.generate_requests(prompts(), GREEDY), routed)
 

@@ -12,7 +12,7 @@ from sgljax_engine import CompileForbiddenError, Engine, SamplingParams
 from tests.compilation import recorded_programs
 from tests.engine.models import TINY, random_prompts, spread_weights, with_eos
 from tests.engine.sampling_reference import adjust, distribution, forward, log_softmax
-from tests.geometry import CHUNKED, SMALL, WIDE
+from tests.geometry import CHUNKED, RETRACTING, SMALL, WIDE
 
 EOS = 17
 MODEL = with_eos(TINY, EOS)
@@ -96,8 +96,7 @@ class TestCompany:
 
     @pytest.mark.slow
     def test_penalties_and_draws_survive_retraction(self, alone):
-        options = {**CHUNKED, "init_new_token_ratio": 0.0, "min_new_token_ratio": 0.0}
-        with make_engine(**options) as engine:
+        with make_engine(**RETRACTING) as engine:
             outs = engine.generate_requests(*seeded_requests())
             state = engine.get_internal_state()
         assert state.counters.num_retractions > 0

@@ -28,10 +28,10 @@ from tests import inside
 from tests.devices import run_python
 from tests.engine.models import SHARED_KEYS, TINY, random_prompts, spread_weights
 from tests.engine.stepping import SteppedEngine
-from tests.geometry import SMALL, other
+from tests.geometry import RETRACTING, SMALL, other
 from tests.real_configs import real_config
 
-WINDOW, PAGE = 8, 4
+WINDOW, PAGE = 7, 4
 MODEL = dataclasses.replace(
     TINY,
     architecture="Gemma3ForCausalLM",
@@ -78,18 +78,19 @@ def expected() -> list[RequestOutput]:
 
 class TestEngine:
     @pytest.mark.parametrize(
-        "options",
+        ("options", "is_scarce"),
         [
-            {},
-            pytest.param({"attention_backend": "xla_rows"}, marks=pytest.mark.soak),
+            ({}, False),
+            pytest.param({"attention_backend": "xla_rows"}, False, marks=pytest.mark.soak),
             pytest.param(
-                other("some are retracted though all have windows", num_kv_tokens=520),
+                other("pages run out though all have windows", RETRACTING, num_kv_tokens=520),
+                True,
                 marks=pytest.mark.slow,
             ),
         ],
         ids=["small", "rows", "retracted"],
     )
-    def test_same_tokens_at_sixteen_times_the_window(self, options, expected):
+    def test_same_tokens_at_sixteen_times_the_window(self, options, is_scarce, expected):
         with make(**options) as engine:
             windows = pool_of(engine).windows
             assert windows.sizes.num_pages * PAGE < 512
@@ -99,6 +100,7 @@ class TestEngine:
                 for output, want in zip(outputs, expected, strict=True):
                     assert output.output_ids == want.output_ids
                     np.testing.assert_allclose(output.logprobs, want.logprobs, atol=1e-5)
+            assert (engine.get_internal_state().counters.num_retractions > 0) == is_scarce
 
     def test_what_the_pools_hold(self):
         """One request alone, up to 16 times its window, step by step."""
@@ -239,7 +241,7 @@ class TestSizes:
         assert tokens[1] > 2 * tokens[0]
 
     def test_not_where_it_saves_nothing(self):
-        with make(max_model_len=24) as engine:
+        with make(max_model_len=24) as engine:  # no engine that computes
             assert pool_of(engine).windows is None
 
     def test_the_switch_is_a_flag(self):
@@ -330,16 +332,17 @@ def test_a_model_whose_layers_all_slide():
 
 @pytest.mark.slow
 def test_layers_of_two_shapes_in_two_pools():
-    """Gemma 4's: heads of full layers differ, and shared keys are in the pool of their own kind."""
-    found, weights = [], spread_weights(SHARED_KEYS)
+    """Gemma 4's: kv heads of full layers are fewer and wider; shared keys stay in their pool."""
+    model = dataclasses.replace(SHARED_KEYS, num_kv_heads=2)
+    found, weights = [], spread_weights(model)
     for is_off in (True, False):
         options: dict[str, Any] = {**SMALL, "disable_hybrid_swa_memory": is_off}
-        with Engine(model_config=SHARED_KEYS, weights=weights, **options) as engine:
+        with Engine(model_config=model, weights=weights, **options) as engine:
             kv = inside.runner(engine).kv_memory
             kv.take()
             shapes = [layer.k.shape for layer in kv.kv.layers]
             found.append([out.output_ids for out in engine.generate_requests(prompts(), GREEDY)])
-    assert [shape[1:] for shape in shapes] == [(1, PAGE, 16), (1, PAGE, 32)]
+    assert [shape[1:] for shape in shapes] == [(2, PAGE, 16), (1, PAGE, 32)]
     assert shapes[0][0] < shapes[1][0] == 2048 // PAGE
     np.testing.assert_array_equal(found[0], found[1])
 

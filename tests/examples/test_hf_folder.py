@@ -45,14 +45,14 @@ def test_chat_template_asks_the_task(folder):
 def test_engine_has_the_weights_of_the_policy(folder):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
     actor = load_checkpoint(hf_folder.CHECKPOINT, mesh)
-    rollout = SglJaxRollout(
+    rollout = SglJaxRollout(  # no engine that generates
         rollout_actor=actor,
         tokenizer=Tokenizer(),
         mesh=mesh,
         max_model_len=64,
         **SMALL,
     )
-    with Engine(folder, max_model_len=64, **SMALL) as engine:
+    with Engine(folder, **SMALL) as engine:
         assert engine.get_weights_checksum() == rollout.engine.get_weights_checksum()
         greedy = {"temperature": 0, "max_new_tokens": 4}
         assert engine.generate(Problem(37, 58).prompt, greedy)["text"] == "7+8="

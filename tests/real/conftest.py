@@ -8,7 +8,7 @@ import pytest
 
 import get_smollm2
 from sgljax_engine import Engine
-from tests.geometry import SMALL
+from tests.geometry import other
 from tests.golden import smollm2_texts as texts
 
 
@@ -30,7 +30,8 @@ def golden():
 @pytest.fixture(scope="session")
 def engine(smollm2):
     """One engine for all tests of a process."""
-    with Engine(smollm2, max_model_len=1152, stream_interval=1, **SMALL) as engine:
+    sizes = other("texts are longer than those of small models", max_model_len=1152)
+    with Engine(smollm2, stream_interval=1, **sizes) as engine:
         yield engine
 
 
