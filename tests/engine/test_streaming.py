@@ -775,7 +775,7 @@ class TestAsync:
         with aborts:
             stream = asyncio.run(main())
             take_steps(gated)
-            wait_for(lambda: gated.get_internal_state().running_batch_size == 1)
+            wait_for(lambda: not stream._open)
             with pytest.raises(StopAsyncIteration):
                 asyncio.run(read(stream))
 
