@@ -106,14 +106,20 @@ def climbed(output, *args: str) -> dict[str, dict[str, Any]]:
     return rungs
 
 
-@pytest.mark.soak
-def test_some_rungs_run(tmp_path, capsys):
-    """The first ones, without a change."""
-    names = ["JAX and a kernel", gpu_ladder.BASE]
-    rungs = climbed(tmp_path / "ladder.md", "--only", *names)
-    assert list(rungs) == names
-    assert rungs[gpu_ladder.BASE]["is_right"]
-    assert rungs[gpu_ladder.BASE]["compared tokens"] > 0
+def test_rungs_that_are_named_run_alone(tmp_path, capsys, monkeypatch):
+    """One process for each set of flags."""
+    asked = []
+
+    def lines_of(command, flags, *_):
+        asked.append((flags, *command[command.index("--here") + 1 :]))
+        return [{"step, ms": 4.0, "tokens/s": 32e3, "largest difference": 0.0}]
+
+    monkeypatch.setattr(gpu_ladder, "_lines_of", lines_of)
+    output = tmp_path / "ladder.md"
+    names = [gpu_ladder.BASE, "base, products by cuBLAS"]
+    assert list(climbed(output, "--only", *names)) == names
+    assert asked == [(gpu_ladder.RUNGS[name].flags, name, "--smoke") for name in names]
+    assert output.read_text().count("| 4 | 32,000 |") == 2
     capsys.readouterr()
 
 

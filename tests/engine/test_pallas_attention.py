@@ -58,7 +58,7 @@ def lowering_for_a_gpu() -> contextlib.AbstractContextManager[Any]:
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
-        ("decode-mqa", "all"),
+        ("decode-tiny-pages", "all"),
         ("prefill-gqa", "window-20"),
         *spread(list(SHAPES), list(OPTIONS), is_main=False),
     ],

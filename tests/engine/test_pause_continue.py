@@ -27,7 +27,6 @@ from tests.threads import LIMIT_S, first_piece, held, running, start, take_steps
 
 PROMPTS = random_prompts(4, 3, 20)
 SHORT = SamplingParams(temperature=0, max_new_tokens=6)
-GREEDY = {"temperature": 0, "max_new_tokens": NUM_TOKENS}
 
 
 @pytest.fixture(scope="module")

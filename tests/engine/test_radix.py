@@ -144,24 +144,26 @@ class RadixMachine(RuleBasedStateMachine):
         self.checked.finish()
 
 
-class LongAllocatorMachine(AllocatorMachine):
-    """With more examples."""
-
-
-class LongRadixMachine(RadixMachine):
-    """With more examples."""
-
-
 LONG = settings(max_examples=200, stateful_step_count=40, deadline=None, derandomize=True)
 SHORT = settings(LONG, max_examples=40)
 TestAllocatorMachine = AllocatorMachine.TestCase
 TestAllocatorMachine.settings = SHORT
 TestRadixMachine = RadixMachine.TestCase
 TestRadixMachine.settings = SHORT
-TestLongAllocatorMachine = pytest.mark.slow(LongAllocatorMachine.TestCase)
-TestLongAllocatorMachine.settings = LONG
-TestLongRadixMachine = pytest.mark.slow(LongRadixMachine.TestCase)
-TestLongRadixMachine.settings = LONG
+
+
+@pytest.mark.slow
+class TestLongAllocatorMachine(AllocatorMachine.TestCase):
+    """More examples of the allocator's machine."""
+
+    settings = LONG
+
+
+@pytest.mark.slow
+class TestLongRadixMachine(RadixMachine.TestCase):
+    """More examples of the prefix cache's machine."""
+
+    settings = LONG
 
 
 def test_forty_thousand_random_operations():

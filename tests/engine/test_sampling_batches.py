@@ -55,10 +55,14 @@ def alone():
     """Each request alone in an engine that decodes one step a dispatch."""
     with make_engine(max_dispatch_s=1e-9, disable_radix_cache=True) as engine:
         engine.generate(input_ids=[1], sampling_params={"max_new_tokens": 9})  # a step's time
-        return [
+        before = engine.get_internal_state().counters.num_dispatches
+        outs = [
             engine.generate_requests([prompt], params)[0]
             for prompt, params in zip(*seeded_requests(), strict=True)
         ]
+        num_dispatches = engine.get_internal_state().counters.num_dispatches - before
+    assert num_dispatches >= sum(len(out.output_ids) for out in outs), "one step in each"
+    return outs
 
 
 def assert_same(outs, expected):

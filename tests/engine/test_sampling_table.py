@@ -17,7 +17,6 @@ from tests.engine.sampling_reference import adjust, distribution, forward, log_s
 from tests.geometry import SMALL
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3_gqa_tied"
-EOS = 1
 IM_START = 3
 PROMPT = [11, 12, 13, 12]
 TINY_EOS = 17

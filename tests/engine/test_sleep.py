@@ -1,6 +1,6 @@
 """Sleep and wake: the devices' memory is lent away, and no request notices.
 
-The file is long because one engine serves all of it; `test_sleep_faults` has what fails,
+The file is long because one engine serves most of it; `test_sleep_faults` has what fails,
 `test_sleep_updates` weights that were given up, or come meanwhile.
 """
 
@@ -75,19 +75,20 @@ def poison(monkeypatch):
 
 @pytest.fixture(scope="module")
 def shared():
-    """Its pages move a few at a time."""
-    with small_copies(), make_engine(tokenizer=Chars()) as engine:
-        engine.warmup()
+    with make_engine(tokenizer=Chars()) as engine:
+        with small_copies():
+            engine.warmup()
         yield engine
 
 
 @pytest.fixture
 def engine(shared):
-    """Serves the old weights; must be left awake and idle."""
-    shared.update_weights(OLD)
-    yield shared
-    assert not shared.is_sleeping()
-    settle(shared)
+    """Serves the old weights; its pages move a few at a time. Must be left awake and idle."""
+    with small_copies():
+        shared.update_weights(OLD)
+        yield shared
+        assert not shared.is_sleeping()
+        settle(shared)
 
 
 @pytest.fixture(scope="module")
@@ -395,19 +396,20 @@ class TestMemory:
                 assert device_bytes() == awake
             assert len(engine.generate_requests(prompts, LONG)) == 4
 
-    def test_cycles_compile_nothing(self, engine, expected):
-        """The state machine of interruptions forbids it, too."""
-        num_compiles = engine.get_internal_state().num_compiles
-        with recorded_programs() as lowered:
-            for cycle in range(4):
-                engine.flush_cache()
-                calls = start_all(engine, PROMPTS)
-                engine.sleep(1 + cycle // 2, preserve_state=cycle > 0)
-                engine.wake_up(["kv_cache"] if cycle % 2 else None)
-                engine.wake_up()
-                assert tokens_of(results(calls)) == expected
-        assert not lowered
-        assert engine.get_internal_state().num_compiles == num_compiles
+    def test_cycles_compile_nothing(self, expected):
+        """The state machine of interruptions forbids compiling, too."""
+        with small_copies(), make_engine(forbid_compile=True) as engine:
+            num_compiles = engine.warmup()
+            with recorded_programs() as lowered:
+                for cycle in range(4):
+                    engine.flush_cache()
+                    calls = start_all(engine, PROMPTS)
+                    engine.sleep(1 + cycle // 2, preserve_state=cycle > 0)
+                    engine.wake_up(["kv_cache"] if cycle % 2 else None)
+                    engine.wake_up()
+                    assert tokens_of(results(calls)) == expected
+            assert not lowered
+            assert engine.get_internal_state().num_compiles == num_compiles > 0
 
 
 class TestSecondSleep:

@@ -43,7 +43,7 @@ from tests.engine.models import (
 )
 from tests.engine.stepping import SteppedEngine
 from tests.geometry import SMALL, WIDE
-from tests.threads import LIMIT_S, start
+from tests.threads import LIMIT_S, gate_steps, start
 
 OPTIONS: dict[str, Any] = {
     **SMALL,
@@ -161,7 +161,7 @@ def test_a_checkpoint(tmp_path):
     """Restored requests go on with the same tokens; their drafts are found anew."""
     with make(speculation="off") as engine:
         expected = {o.rid: o.output_ids for o in engine.generate_requests(PROMPTS, PARAMS)}
-    with make() as saving:
+    with gate_steps(make()) as saving:
         call = start(lambda: saving.generate_requests(PROMPTS, PARAMS))
         wait_until(saving, lambda state: state.counters.num_output_tokens >= 10)
         saving.pause_generation("in_place")

@@ -23,11 +23,18 @@ from tests.engine.determinism_cases import (
     using,
 )
 from tests.engine.models import spread_weights
-from tests.geometry import SMALL
+from tests.geometry import CHUNKED, SMALL
+
+
+def plain(asked: Sequence[Asked]) -> list[Asked]:
+    """Those that need one program of each kind."""
+    return [each for each in asked if not each.params.changes_logits and not each.top_logprobs]
+
 
 REQUESTS = requests(200, MODEL.vocab_size)
-PLAIN = [each for each in REQUESTS if not each.params.changes_logits and not each.top_logprobs]
-"""They need one program of each kind."""
+PLAIN = plain(REQUESTS)
+SHORT = plain(requests(200, MODEL.vocab_size, max_len=155))
+"""They fit the pages of `CHUNKED`, one at a time."""
 
 OPTIONS: dict[str, Any] = {**SMALL, "speculation": "always"}
 
@@ -52,28 +59,34 @@ def without_drafts(asked: Sequence[Asked]) -> list[Bits]:
 
 @pytest.fixture(scope="module")
 def expected(backend):
-    """The bits of some of `PLAIN`, without drafts."""
+    """The bits of `PLAIN`, without drafts."""
     del backend
-    known = without_drafts(PLAIN)
-    return lambda asked: [known[PLAIN.index(each)] for each in asked]
+    return without_drafts(PLAIN)
 
 
-def run_twice(expected: Any, asked: Sequence[Asked], **options: Any) -> EngineCounters:
+@pytest.fixture(scope="module")
+def short(backend):
+    """The bits of `SHORT`, without drafts."""
+    del backend
+    return without_drafts(SHORT)
+
+
+def run_twice(bits: Sequence[Bits], asked: Sequence[Asked], **options: Any) -> EngineCounters:
     """Requests, and the same ones again with the first answers as history; no bit may differ."""
     with make_engine(OPTIONS | options) as engine:
         for _ in range(2):
-            assert differing(run(engine, asked, Way({})), expected(asked)) == []
+            assert differing(run(engine, asked, Way({})), bits) == []
         return engine.get_internal_state().counters
 
 
 @pytest.mark.slow
 @BOTH
 def test_some_requests(backend):
-    """Takes settings that need no further programs, so that it is fast."""
+    """Of settings that need no further programs."""
     del backend
     few, options = PLAIN[:12], {"speculative_num_draft_tokens": 3}
     bits = without_drafts(few)
-    counters = run_twice(lambda asked: bits, few, **options)
+    counters = run_twice(bits, few, **options)
     assert counters.num_accepted_history > 100
     assert counters.num_drafted_ngram > counters.num_accepted_ngram
 
@@ -84,7 +97,7 @@ def test_all_requests(backend):
     """200 of all sampling kinds."""
     del backend
     bits = without_drafts(REQUESTS)
-    counters = run_twice(lambda asked: bits, REQUESTS)
+    counters = run_twice(bits, REQUESTS)
     assert counters.num_accepted_history > 1000
     assert counters.num_drafted_ngram > counters.num_accepted_ngram > 50
 
@@ -93,7 +106,7 @@ def test_all_requests(backend):
 @NATIVE
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_each_drafter(expected, drafter):
-    counters = run_twice(expected, PLAIN[:40], speculative_drafters=(drafter,))
+    counters = run_twice(expected[:40], PLAIN[:40], speculative_drafters=(drafter,))
     drafted = {name: getattr(counters, f"num_drafted_{name}") for name in DRAFTERS}
     assert {name for name, count in drafted.items() if count} <= {drafter}
     assert drafted[drafter] or drafter == "siblings"  # of prompts that differ there are none
@@ -104,7 +117,7 @@ def test_each_drafter(expected, drafter):
 @pytest.mark.parametrize("num_drafts", [2, pytest.param(30, marks=pytest.mark.soak)])
 def test_each_width(expected, num_drafts):
     """Most drafts of a row, from which the widths of steps follow."""
-    counters = run_twice(expected, PLAIN[:20], speculative_num_draft_tokens=num_drafts)
+    counters = run_twice(expected[:20], PLAIN[:20], speculative_num_draft_tokens=num_drafts)
     assert counters.num_accepted_tokens > 100
     assert 1 < counters.acceptance_length <= 1 + num_drafts
 
@@ -135,13 +148,15 @@ def test_siblings(backend):
         *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 8)),
     ],
 )
-def test_interruptions(expected, seed):
-    """Pauses, retractions, updates and sleep; drafts of an older policy are only drafts."""
+def test_interruptions(short, seed):
+    """Pages run out, then also pauses, updates and sleep; drafts of an older policy are drafts."""
     interrupt = Interrupter(seed, spread_weights(MODEL))
-    with make_engine(OPTIONS) as engine:
-        for _ in range(2):
-            found = run(engine, PLAIN, Way({}, splits=2, interrupt=interrupt))
-            assert differing(found, expected(PLAIN)) == []
+    pressure = {**CHUNKED, "init_new_token_ratio": 0, "min_new_token_ratio": 0}
+    with make_engine(OPTIONS | pressure) as engine:
+        assert differing(run(engine, SHORT, Way({})), short) == []
+        assert engine.get_internal_state().counters.num_retractions > 0
+        found = run(engine, SHORT, Way({}, splits=2, interrupt=interrupt))
+        assert differing(found, short) == []
         counters = engine.get_internal_state().counters
     assert len(interrupt.counts) >= 3, "of the ways to interrupt"
     assert counters.num_accepted_history > 200

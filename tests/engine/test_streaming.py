@@ -25,17 +25,26 @@ from sgljax_engine import (
     WeightSyncError,
 )
 from tests import inside
-from tests.engine.interrupts import update_in_flight
+from tests.engine.interrupts import update_in_flight, wait_until
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.small_tokenizers import GOLDEN, CharTokenizer
 from tests.geometry import SMALL
-from tests.threads import LIMIT_S, first_piece, gate_steps, held, running, start, wait_for
+from tests.threads import (
+    LIMIT_S,
+    first_piece,
+    gate_steps,
+    held,
+    running,
+    start,
+    take_steps,
+    wait_for,
+)
 
 ONE_STEP: dict[str, Any] = {**SMALL, "stream_interval": 1}
 """Requests that stream or have stop strings take one step a dispatch; others four."""
 GREEDY = {"temperature": 0, "max_new_tokens": 50, "ignore_eos": True}
 LONG = GREEDY | {"max_new_tokens": 240}
-"""What no test waits for: a reader or a command has all these steps to end it."""
+"""Far more than a reader or a command needs to end it."""
 MEDIUM = GREEDY | {"max_new_tokens": 80}
 PROMPT = [11, 12, 13]
 OTHER_PROMPT = [9, 8]
@@ -116,10 +125,6 @@ def assert_idle(engine):
     assert state.cached_kv_tokens == 0
     assert state.available_kv_tokens == state.total_kv_tokens
     assert not inside.core(engine).outputs._records
-
-
-def num_started(engine):
-    return engine.get_internal_state().counters.num_first_tokens
 
 
 def num_decoded(engine):
@@ -352,7 +357,7 @@ class TestStopStrings:
         [(0, 1, False, True), (3, 1, True, False), (14, 4, True, True), (9, 12, False, False)],
     )
     def test_end_the_output(self, engine, free, first, length, include, is_streaming):
-        """Across tokens, and across dispatches, which end after 1, 5, 9, 13 and 17 tokens."""
+        """Across tokens, and across dispatches of one or of four tokens."""
         place, stop = self.unique(free, first, length)
         params = LONG | {"stop": ["never", stop], "include_stop_str_in_output": include}
         before = num_decoded(engine)
@@ -386,10 +391,11 @@ class TestStopStrings:
     def test_in_the_last_item(self, many_steps, free, is_streaming):
         """Found in the dispatch in which the request ended otherwise; the stop string wins."""
         # The stop string is completed by a token that is new, and another new one follows in the
-        # same dispatch: the first of them has a single token.
+        # same dispatch. Each has four tokens, but for the first of a stream, which has one.
+        dispatches = [(i - is_streaming) // 4 for i in range(240)]
         firsts = [i for i in range(1, 240) if free[i] not in free[:i]]
         pairs = itertools.pairwise(firsts)
-        last, later = next((i, j) for i, j in pairs if (i - 1) // 4 == (j - 1) // 4)
+        last, later = next((i, j) for i, j in pairs if dispatches[i] == dispatches[j])
         place, stop = last - 1, text_of(free[last - 1 : last + 1])
 
         def run(**changes):
@@ -455,20 +461,23 @@ class TestStopStrings:
             assert tell is not None
             outputs._on_end = lambda *what: late.append(what)
             place, stop = self.unique(free, 3, 2)
-            output = engine.generate(None, LONG | {"stop": stop}, PROMPT)
-            assert output["output_ids"] == [*free[: place + 2]]
+            call = start(lambda: engine.generate(None, LONG | {"stop": stop}, PROMPT))
+            wait_until(engine, lambda state: state.counters.num_output_tokens >= place + 2)
+            wait_for(call.done)
             assert len(late) == 1, "the engine is told once"
             if meanwhile == "updated":
                 with held(engine):
                     updating = start(lambda: engine.update_weights(spread_weights(seed=1)))
                     wait_for(lambda: not inside.tasks(engine).empty())
                     tell(*late[0])
+                wait_for(updating.done)
+                assert num_decoded(engine) == place + 2
                 assert updating.result(LIMIT_S) == 1
-                assert num_decoded(engine) < 240
             else:
                 with running():
                     wait_for(lambda: num_decoded(engine) == 240)
                 tell(*late[0])
+            assert call.result(LIMIT_S)["output_ids"] == [*free[: place + 2]]
             assert_idle(engine)
             assert not inside.core(engine).outputs._records
             assert engine.get_internal_state().counters.num_finished == 1
@@ -480,31 +489,31 @@ def alone(one_step):
     return one_step.generate(None, MEDIUM, OTHER_PROMPT)["output_ids"]
 
 
-@contextlib.contextmanager
-def other_request(engine, alone):
-    """Another request runs meanwhile, and is none the worse for it."""
-    stream = engine.generate(None, MEDIUM, OTHER_PROMPT, stream=True)
-    yield
-    output = joined(stream)[0]
-    assert output["output_ids"] == alone
-    assert output["meta_info"]["finish_reason"] == {"type": "length", "length": 80}
+@pytest.fixture(scope="module")
+def gated():
+    """As `one_step`; takes steps when it is told to, so that no request ends before its test."""
+    with gate_steps(make_engine()) as engine:
+        yield engine
 
 
 @pytest.fixture
-def aborts(one_step, alone):
-    """A block whose streams end before their 3 x 240 tokens."""
-    return aborted_streams(one_step, alone)
+def aborts(gated, alone):
+    """A block whose streams end before their 3 x 240 tokens, while another request runs."""
+    return aborted_streams(gated, alone)
 
 
 @contextlib.contextmanager
 def aborted_streams(engine, alone):
-    with other_request(engine, alone):
-        before = engine.get_internal_state().counters
-        yield
-        state = engine.get_internal_state()
-        unfinished = state.running_batch_size + state.waiting_queue_size
-        assert unfinished <= 1, "only the other request goes on"
-        assert state.counters.num_output_tokens - before.num_output_tokens < 3 * 240
+    stream = engine.generate(None, MEDIUM, OTHER_PROMPT, stream=True)
+    before = engine.get_internal_state().counters
+    yield
+    state = engine.get_internal_state()
+    unfinished = state.running_batch_size + state.waiting_queue_size
+    assert unfinished == 1, "only the other request goes on"
+    assert state.counters.num_output_tokens - before.num_output_tokens < 3 * 240
+    output = joined(stream)[0]
+    assert output["output_ids"] == alone
+    assert output["meta_info"]["finish_reason"] == {"type": "length", "length": 80}
     assert engine.get_internal_state().counters.num_finished == before.num_finished + 4
     assert_idle(engine)
 
@@ -512,48 +521,62 @@ def aborted_streams(engine, alone):
 THREE = {"input_ids": [PROMPT, [7]], "sampling_params": [LONG | {"n": 2}, LONG]}
 
 
+def started(engine):
+    """A stream of three answers, each of which has more than ten tokens by now."""
+    stream = engine.generate(**THREE, stream=True)
+    take_steps(engine, 12)
+    return stream
+
+
+async def started_async(engine):
+    """As `started`."""
+    stream = await engine.async_generate(**THREE, stream=True)
+    take_steps(engine, 12)
+    return stream
+
+
 class TestCancelling:
     @pytest.mark.parametrize("num_read", [0, 1, 10])
-    def test_close(self, one_step, aborts, num_read):
+    def test_close(self, gated, aborts, num_read):
         with aborts:
-            stream = one_step.generate(**THREE, stream=True)
+            stream = started(gated)
             list(itertools.islice(stream, num_read))
             stream.close()
             stream.close()
             assert next(stream, None) is None
 
     @pytest.mark.parametrize("num_read", [0, 1, 10])
-    def test_dropping(self, one_step, aborts, num_read):
+    def test_dropping(self, gated, aborts, num_read):
         gc.disable()  # the count of references alone must do
         try:
             with aborts:
-                stream = one_step.generate(**THREE, stream=True)
+                stream = started(gated)
                 list(itertools.islice(stream, num_read))
                 del stream
         finally:
             gc.enable()
 
-    def test_never_keeping(self, one_step, aborts):
+    def test_never_keeping(self, gated, aborts):
         with aborts:
-            one_step.generate(**THREE, stream=True)
+            gated.generate(**THREE, stream=True)
 
-    def test_break(self, one_step, aborts):
+    def test_break(self, gated, aborts):
         with aborts:
-            for piece in one_step.generate(**THREE, stream=True):
+            for piece in started(gated):
                 if piece["meta_info"]["completion_tokens"] == 3:
                     break
 
-    def test_an_error_of_the_reader(self, one_step, aborts):
+    def test_an_error_of_the_reader(self, gated, aborts):
         def read():
-            for _ in one_step.generate(**THREE, stream=True):
+            for _ in started(gated):
                 raise ZeroDivisionError
 
         with aborts, pytest.raises(ZeroDivisionError):
             read()
 
-    def test_an_interrupt(self, one_step, aborts, monkeypatch):
+    def test_an_interrupt(self, gated, aborts, monkeypatch):
         with aborts:
-            stream = one_step.generate(**THREE, stream=True)
+            stream = started(gated)
             next(stream)
 
             class Interrupted:
@@ -565,21 +588,22 @@ class TestCancelling:
                 next(stream)
             assert next(stream, None) is None
 
-    def test_collected_on_another_thread(self, one_step, aborts):
+    def test_collected_on_another_thread(self, gated, aborts):
         with aborts:
-            cycle: list[Any] = [one_step.generate(**THREE, stream=True)]
+            cycle: list[Any] = [started(gated)]
             next(cycle[0])
             cycle.append(cycle)
             del cycle
-            start(gc.collect).result(LIMIT_S)
+            wait_for(start(gc.collect).done)
 
-    def test_closing_ends_a_waiting_thread(self, one_step, aborts):
+    def test_closing_ends_a_waiting_thread(self, gated, aborts):
         with aborts:
-            with held(one_step):
-                stream = one_step.generate(**THREE, stream=True)
+            with held(gated):
+                stream = gated.generate(**THREE, stream=True)
                 waiting = start(lambda: list(stream))
                 time.sleep(0.05)
                 stream.close()
+            wait_for(waiting.done)
             assert waiting.result(LIMIT_S) == []
 
     def test_after_the_end(self, one_step):
@@ -661,9 +685,9 @@ class TestAsync:
         assert asyncio.run(main()) == 50
 
     @pytest.mark.parametrize("way", ["aclose", "drop", "break", "never_read", "cancel", "timeout"])
-    def test_ending_early(self, one_step, aborts, way):
+    def test_ending_early(self, gated, aborts, way):
         async def break_out():
-            async for _ in await one_step.async_generate(**THREE, stream=True):
+            async for _ in await started_async(gated):
                 break
 
         async def read(stream):
@@ -675,7 +699,7 @@ class TestAsync:
             if way == "break":
                 await break_out()
                 return
-            stream = await one_step.async_generate(**THREE, stream=True)
+            stream = await started_async(gated)
             if way == "never_read":
                 return
             assert (await anext(stream))["meta_info"]["completion_tokens"] == 1
@@ -690,7 +714,7 @@ class TestAsync:
             assert [piece async for piece in stream] == []
 
         async def end_the_reader(stream):
-            with held(one_step):
+            with held(gated):
                 task = asyncio.create_task(read(stream))
                 await asyncio.sleep(0.05)
                 if way == "cancel":
@@ -704,13 +728,13 @@ class TestAsync:
         with aborts:
             asyncio.run(main())
 
-    def test_closing_ends_a_waiting_task(self, one_step, aborts):
+    def test_closing_ends_a_waiting_task(self, gated, aborts):
         async def read(stream):
             return [piece async for piece in stream]
 
         async def main():
-            with held(one_step):
-                stream = await one_step.async_generate(**THREE, stream=True)
+            with held(gated):
+                stream = await gated.async_generate(**THREE, stream=True)
                 task = asyncio.create_task(read(stream))
                 await asyncio.sleep(0.01)
                 await stream.aclose()
@@ -720,15 +744,14 @@ class TestAsync:
             assert asyncio.run(main()) == []
 
     @pytest.mark.parametrize("is_running", [False, True])
-    def test_cancelling_a_whole_answer(self, one_step, aborts, is_running):
+    def test_cancelling_a_whole_answer(self, gated, aborts, is_running):
         async def main():
-            task = asyncio.create_task(one_step.async_generate(**THREE))
+            task = asyncio.create_task(gated.async_generate(**THREE))
             if is_running:
-                before = num_started(one_step)
-                while num_started(one_step) < before + 3:
-                    await asyncio.sleep(0.001)
+                await asyncio.sleep(0)  # lets the task submit its requests
+                wait_until(gated, lambda state: state.running_batch_size == 4)
             else:
-                with held(one_step):
+                with held(gated):
                     await asyncio.sleep(0.01)
                     task.cancel()
             task.cancel()
@@ -738,11 +761,11 @@ class TestAsync:
         with aborts:
             asyncio.run(main())
 
-    def test_the_loop_ends_first(self, one_step, aborts):
+    def test_the_loop_ends_first(self, gated, aborts):
         """The stream outlives its loop: nobody can read it, so it ends by itself."""
 
         async def main():
-            stream = await one_step.async_generate(**THREE, stream=True)
+            stream = await started_async(gated)
             await anext(stream)
             return stream
 
@@ -751,16 +774,17 @@ class TestAsync:
 
         with aborts:
             stream = asyncio.run(main())
-            wait_for(lambda: one_step.get_internal_state().running_batch_size <= 1)
+            take_steps(gated)
+            wait_for(lambda: not stream._open)
             with pytest.raises(StopAsyncIteration):
                 asyncio.run(read(stream))
 
-    def test_another_loop(self, one_step, aborts):
+    def test_another_loop(self, gated, aborts):
         """Refused, since it would wait for ever."""
 
         async def main():
-            with held(one_step):
-                stream = await one_step.async_generate(**THREE, stream=True)
+            with held(gated):
+                stream = await gated.async_generate(**THREE, stream=True)
                 other = start(lambda: asyncio.run(read(stream)))
                 error = ""
                 try:

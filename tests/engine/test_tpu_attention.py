@@ -161,7 +161,7 @@ STEPS = [[0, 16, 3], [70, 3], [0, 0], [21, *[16] * 11, 9]]
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
-        ("decode-mqa-16", "all"),
+        ("decode-gqa-2", "all"),
         ("prefill-wide", "window-20"),
         *spread([*SHAPES, *PACKED], list(OPTIONS), is_main=False),
     ],

@@ -44,7 +44,6 @@ from tests.threads import LIMIT_S, running, start, take_steps, wait_for
 OLD, NEW = spread_weights(), spread_weights(seed=1)
 PROMPTS = random_prompts(4, 5, 30, seed=2)
 SHORT = SamplingParams(temperature=0, max_new_tokens=8)
-GREEDY = {"temperature": 0, "max_new_tokens": NUM_TOKENS}
 
 
 @pytest.fixture(scope="module")

@@ -119,6 +119,10 @@ def test_a_client_that_takes_nothing_is_left(engine, monkeypatch):
             with running():
                 client.recv(1)
                 wait_for(lambda: num_connections(served) == 0)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)  # quickly from here on
+            head, _, came = read_to_end(client).partition(b"\r\n\r\n")
+    (length,) = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")]
+    assert 0 < len(came) < int(length.split(b":")[1])
 
 
 def test_headers_that_are_too_large(engine):
