@@ -222,12 +222,12 @@ def test_fields_reach_the_engine(make_rollout):
         rollout_sglang_jax_context_length=48,
         rollout_sglang_jax_page_size=8,
         rollout_sglang_jax_max_running_requests=2,
-        rollout_sglang_jax_kwargs={**CHUNKED},
+        rollout_sglang_jax_kwargs={"num_kv_tokens": CHUNKED["num_kv_tokens"]},
     )
-    rollout = make_rollout(rollout_config=config)
-    assert (
-        rollout._builder.engine_config.scheduler.max_running_requests == 8
-    )  # explicit options win
+    sizes = {name: size for name, size in CHUNKED.items() if name != "num_kv_tokens"}
+    rollout = make_rollout(rollout_config=config, **sizes)
+    # Explicit options win.
+    assert rollout._builder.engine_config.scheduler.max_running_requests == 8
     assert rollout._builder.engine_config.cache.page_size == 4
     state = rollout.engine.get_internal_state()
     assert state.total_kv_tokens == CHUNKED["num_kv_tokens"]
