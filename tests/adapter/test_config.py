@@ -217,15 +217,16 @@ def test_a_field_at_its_default_is_fine(make_rollout, name):
 
 
 def test_fields_reach_the_engine(make_rollout):
+    explicit = dict(CHUNKED)
+    in_kwargs = {name: explicit.pop(name) for name in ["num_kv_tokens"]}
     config = rollout_config(
         kv_cache_size=1024,
         rollout_sglang_jax_context_length=48,
         rollout_sglang_jax_page_size=8,
         rollout_sglang_jax_max_running_requests=2,
-        rollout_sglang_jax_kwargs={"num_kv_tokens": CHUNKED["num_kv_tokens"]},
+        rollout_sglang_jax_kwargs=in_kwargs,
     )
-    sizes = {name: size for name, size in CHUNKED.items() if name != "num_kv_tokens"}
-    rollout = make_rollout(rollout_config=config, **sizes)
+    rollout = make_rollout(rollout_config=config, **explicit)
     # Explicit options win.
     assert rollout._builder.engine_config.scheduler.max_running_requests == 8
     assert rollout._builder.engine_config.cache.page_size == 4
