@@ -49,15 +49,15 @@ reasoning: $(REASONING_STAMP) ## Train that model with GRPO on a task of reasoni
 	$(BIN)/python examples/grpo_reasoning.py $(REASONING_ARGS)
 
 .PHONY: test
-test: $(STAMP) ## Run the fast tests: every feature once; PYTEST_ARGS="-k name" for some.
+test: $(STAMP) ## Run the fast tests: most features once; PYTEST_ARGS="-k name" for some.
 	$(BIN)/python -m pytest -m "not slow and not soak" $(PYTEST_ARGS)
 
 .PHONY: test-all
-test-all: $(STAMP) ## Run what CI runs: the other roads too, several devices, a training.
+test-all: $(STAMP) ## Run what CI runs: the other roads too, several devices, short trainings.
 	$(BIN)/python -m pytest -m "not soak" $(PYTEST_ARGS)
 
 .PHONY: soak
-soak: $(STAMP) ## Run the rest before a release: kills, machines, trainings, notebooks; tests/soak.txt.
+soak: $(STAMP) ## Run the rest before a release: kills, machines, long trainings; tests/soak.txt.
 	$(BIN)/python -m pytest -m soak -p tests.soak $(PYTEST_ARGS)
 
 .PHONY: test-tunix

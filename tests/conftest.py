@@ -7,7 +7,8 @@ Tests compile the engine's programs as users do. A module that looks at host log
 XLA optimise little, where compiling is what takes its time: `QUICK_COMPILE = "why it checks no
 numbers"` at its top. One that compares arrays, log-probs, tokens of two runs or goldens must not:
 `test_quick_compile.py`. Tunix's programs and JAX's single operations are optimised little
-everywhere, but for modules that compare the trainer's bits: `TRAINER_AS_USERS = "why"`.
+everywhere, but for modules whose subject is the trainer's bits: `TRAINER_AS_USERS = "why"`. Bits
+that come from one program, called twice, may be compared anywhere.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def make_cluster(
         "compute_logps_micro_batch_size": PER_STEP if in_consumer else 1,
     }
     parts = make_parts(
-        rollout_engine=functools.partial(rollout, **(SMALL | options)),
+        rollout_engine=functools.partial(rollout, **{**SMALL, **options}),
         rollout_config=rollout_config(
             max_tokens_to_generate=RESPONSE, return_logprobs=True, kv_cache_size=128
         ),

@@ -7,6 +7,7 @@ import contextlib
 import pytest
 
 from tests import tunix_reference as ref
+from tests.adapter.agentic_parts import make_cluster
 from tests.adapter.helpers import MODEL, new_rollout, rollout_config
 
 
@@ -43,3 +44,11 @@ def rollout(model):
     shared = new_rollout(model)
     yield shared
     shared.close()
+
+
+@pytest.fixture(scope="module")
+def untrained():
+    """A cluster of an agentic learner that no test trains."""
+    cluster = make_cluster(num_steps=1)
+    yield cluster
+    cluster.rollout.close()

@@ -92,14 +92,6 @@ def closing():
         rollout.close()
 
 
-@pytest.fixture(scope="module")
-def untrained():
-    """A cluster for learners that are never made."""
-    cluster = make_cluster(num_steps=1)
-    yield cluster
-    cluster.rollout.close()
-
-
 def rows_of(cluster):
     """Every trained sequence: prompt, completion, mask, versions, old log-probs, policy version."""
     for example in cluster.examples:

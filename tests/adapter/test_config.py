@@ -217,17 +217,18 @@ def test_a_field_at_its_default_is_fine(make_rollout, name):
 
 
 def test_fields_reach_the_engine(make_rollout):
+    explicit = dict(CHUNKED)
+    in_kwargs = {name: explicit.pop(name) for name in ["num_kv_tokens"]}
     config = rollout_config(
         kv_cache_size=1024,
         rollout_sglang_jax_context_length=48,
         rollout_sglang_jax_page_size=8,
         rollout_sglang_jax_max_running_requests=2,
-        rollout_sglang_jax_kwargs={**CHUNKED},
+        rollout_sglang_jax_kwargs=in_kwargs,
     )
-    rollout = make_rollout(rollout_config=config)
-    assert (
-        rollout._builder.engine_config.scheduler.max_running_requests == 8
-    )  # explicit options win
+    rollout = make_rollout(rollout_config=config, **explicit)
+    # Explicit options win.
+    assert rollout._builder.engine_config.scheduler.max_running_requests == 8
     assert rollout._builder.engine_config.cache.page_size == 4
     state = rollout.engine.get_internal_state()
     assert state.total_kv_tokens == CHUNKED["num_kv_tokens"]

@@ -72,31 +72,32 @@ class TestFlag:
 
 
 @pytest.fixture(scope="module")
-def rollout(model):
-    rollout = new_rollout(model, rollout_config=rollout_config())
-    yield rollout
-    rollout.close()
+def updated(model):
+    """A rollout whose weights the tests below update."""
+    made = new_rollout(model, rollout_config=rollout_config())
+    yield made
+    made.close()
 
 
 class TestWeights:
-    def test_the_trainers_bits_arrive(self, model, rollout):
-        assert rollout.find_differing_weights(nnx.state(model, nnx.Param)) == []
+    def test_the_trainers_bits_arrive(self, model, updated):
+        assert updated.find_differing_weights(nnx.state(model, nnx.Param)) == []
 
     @pytest.mark.parametrize("num_updates", [1, 3])
-    def test_after_updates_as_before(self, model, rollout, num_updates):
+    def test_after_updates_as_before(self, model, updated, num_updates):
         for step in range(num_updates):
             state = jax.tree.map(
                 lambda x, s=step: x * (1.0 + 1e-3 * s), nnx.state(model, nnx.Param)
             )
-            rollout.update_params(state)
-            assert rollout.find_differing_weights(state) == []
+            updated.update_params(state)
+            assert updated.find_differing_weights(state) == []
 
-    def test_one_other_bit_is_found(self, model, rollout):
+    def test_one_other_bit_is_found(self, model, updated):
         state = nnx.state(model, nnx.Param)
-        rollout.update_params(state)
+        updated.update_params(state)
         other = jax.tree.map(lambda x: x, state)
         embedding = other["embedder"]["input_embedding"]
         value = np.array(embedding[...])
         value.view(np.uint32)[3, 1] ^= 1
         embedding.set_value(jnp.asarray(value))
-        assert rollout.find_differing_weights(other) == ["model.embed_tokens.weight"]
+        assert updated.find_differing_weights(other) == ["model.embed_tokens.weight"]

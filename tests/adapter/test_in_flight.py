@@ -23,7 +23,7 @@ from tests.adapter.helpers import (
     text_of,
 )
 from tests.geometry import SMALL
-from tests.threads import LIMIT_S, gate_steps, running, start, take_steps
+from tests.threads import LIMIT_S, gate_steps, running, start, take_steps, wait_for
 from tunix_sgljax import VersionedRolloutOutput, create_sgljax_rollout
 from tunix_sgljax.sampling import WeightUpdateMode
 
@@ -56,6 +56,7 @@ def sample_across(rollout, make_params):
     before = num_decoded(rollout)
     call = start(lambda: rollout.generate([text_of(ids) for ids in PROMPTS], long_config()))
     while num_decoded(rollout) < before + 3 * len(PROMPTS):
+        assert not call.done()
         take_steps(engine)
     assert not call.done()
     with running() if rollout.weight_update_mode == "wait" else contextlib.nullcontext():
@@ -162,10 +163,16 @@ def test_kv_memory_stays_while_requests_run(make_rollout, whose):
         else (lambda: rollout.engine.generate_requests([ids], params))
     )
     while num_decoded(rollout) < before + 3:
+        assert not long.done()
         take_steps(engine)
-    rollout.generate(text_of(PROMPTS[1]), rollout_config(max_tokens_to_generate=1))
+    one_token = rollout_config(max_tokens_to_generate=1)
+    short = start(lambda: rollout.generate(text_of(PROMPTS[1]), one_token))
+    wait_for(lambda: engine.get_internal_state().waiting_queue_size == 1)
+    take_steps(engine)
+    wait_for(short.done)
     assert not long.done()
-    assert rollout.engine.get_internal_state().is_kv_allocated
+    assert engine.get_internal_state().is_kv_allocated
+    short.result(LIMIT_S)
     long.result(LIMIT_S)
     assert rollout.engine.get_internal_state().is_kv_allocated == (whose != "this rollout")
 

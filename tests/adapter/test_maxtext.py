@@ -24,6 +24,7 @@ from sgljax_engine import (
     WeightSyncError,
 )
 from sgljax_engine.models.registry import get_model
+from sgljax_engine.weights.apply import apply
 from sgljax_engine.weights.forms import Form
 from sgljax_engine.weights.plan import SyncPlan, plan_sync
 from sgljax_engine.weights.specs import TargetSpec, source_spec
@@ -69,7 +70,7 @@ def plan_of(name: str, source: dict[str, np.ndarray], **changes: Any) -> SyncPla
     return plan_sync(source_spec(source), to_rules(config), targets(model))
 
 
-class Weights(dict[str, np.ndarray]):
+class Weights:
     """The engine's weights, each made when it is asked for: all take seconds to compile."""
 
     def __init__(self, plan: SyncPlan, source: dict[str, np.ndarray]) -> None:
@@ -78,11 +79,13 @@ class Weights(dict[str, np.ndarray]):
             step.target: (step, arrays)
             for step, arrays in zip(plan.steps, plan.arrays(source), strict=True)
         }
+        self._made: dict[str, np.ndarray] = {}
 
-    def __missing__(self, name: str) -> np.ndarray:
-        step, arrays = self._steps[name]
-        self[name] = np.asarray(to_logical(arrays, step, self._plan.targets[name]))
-        return self[name]
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self._made:
+            step, arrays = self._steps[name]
+            self._made[name] = np.asarray(to_logical(arrays, step, self._plan.targets[name]))
+        return self._made[name]
 
 
 @functools.cache
@@ -205,7 +208,8 @@ def test_layers_may_be_stacked_first():
         if "global_layer" in key or "layers_remainder" in key:
             moved[key] = np.moveaxis(x, 1, 0)
     plan = plan_of(name, moved, param_scan_axis=0)
-    wanted, found = Weights(plan_of(name, source), source), Weights(plan, moved)
+    wanted, found = apply(plan_of(name, source), source), Weights(plan, moved)
+    assert wanted.keys() == plan.targets.keys()
     for key in plan.targets:
         np.testing.assert_array_equal(found[key], wanted[key])
 

@@ -33,7 +33,7 @@ from tests.adapter.helpers import (
     scores,
     tokens_of,
 )
-from tests.threads import LIMIT_S, gate_steps, start, take_steps
+from tests.threads import LIMIT_S, gate_steps, start, take_steps, wait_for
 
 PROMPTS = ref.make_prompts(VOCAB_SIZE, (3, 7, 5, 9), seed=21)
 TOO_LONG = ref.make_prompts(VOCAB_SIZE, (200,), seed=3)
@@ -233,17 +233,28 @@ def test_signs_updates_and_calls_of_many_threads(make_rollout, model, base, expe
     rollout.engine.check_integrity()
 
 
+def short_call(rollout):
+    """A call of the cluster that has ended after one step of a gated engine."""
+    short = start(lambda: generate(rollout, PROMPTS[1:], max_tokens_to_generate=1))
+    wait_for(lambda: state_of(rollout).waiting_queue_size == len(PROMPTS[1:]))
+    take_steps(rollout.engine)
+    wait_for(short.done)
+    return short
+
+
 def test_it_stays_awake_under_a_call(make_rollout, base, other_model):
     rollout = make_rollout()
     generate(rollout)
     gate_steps(rollout.engine)
     long = start(lambda: tokens_of(rollout, PROMPTS[:1], max_tokens_to_generate=96))
     while not state_of(rollout).running_batch_size:
+        assert not long.done()
         take_steps(rollout.engine)
-    generate(rollout, PROMPTS[1:], max_tokens_to_generate=1)
+    short = short_call(rollout)
     rollout.update_params(params_of(other_model), (nnx.Param,))
     assert not long.done()
     assert num_sleeps(rollout) == 1
+    assert short.result(LIMIT_S)
     long.result(LIMIT_S)
     assert num_sleeps(rollout) == 1
     rollout.update_params(EMPTY)
@@ -323,6 +334,7 @@ def test_a_call_that_fails_beside_another_leaves_that_one_alone(make_rollout):
     gate_steps(rollout.engine)
     long = start(lambda: tokens_of(rollout, PROMPTS[:1], max_tokens_to_generate=96))
     while not state_of(rollout).running_batch_size:
+        assert not long.done()
         take_steps(rollout.engine)
     with pytest.raises(InvalidRequestError):
         generate(rollout, TOO_LONG)
@@ -444,12 +456,14 @@ def test_requests_of_other_users_wait_for_the_next_call(make_rollout, expected):
     gate_steps(rollout.engine)
     long = start(lambda: rollout.engine.generate_requests([PROMPTS[0].tolist()], params))
     while not state_of(rollout).running_batch_size:
+        assert not long.done()
         take_steps(rollout.engine)
-    assert generate(rollout, PROMPTS[1:], max_tokens_to_generate=1)
+    short = short_call(rollout)
     state = state_of(rollout)
     assert state.is_sleeping
     assert state.waiting_queue_size == 1
     assert not long.done()
+    assert short.result(LIMIT_S)
     while not long.done():
         assert generate(rollout) == expected
     (output,) = long.result(LIMIT_S)

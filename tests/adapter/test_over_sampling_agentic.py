@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import threading
 from typing import Any
 
 import numpy as np
@@ -25,14 +27,6 @@ from tunix_sgljax import OverSampling, OverSamplingAgenticGrpoLearner
 from tunix_sgljax.long_tail.agentic import PromptGate
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
-
-
-@pytest.fixture(scope="module")
-def untrained():
-    """A cluster for learners that are never made."""
-    cluster = make_cluster(num_steps=1)
-    yield cluster
-    cluster.rollout.close()
 
 
 def make_learner(cluster, over_sampling=None, *, config=None, **options):
@@ -116,6 +110,17 @@ def test_it_stops_at_the_last_step():
     assert cluster.global_steps == 2
 
 
+@contextlib.contextmanager
+def refused(cluster, message):
+    """The learner is refused, and leaves no thread behind and the cluster as it was."""
+    threads, cluster.global_steps = set(threading.enumerate()), 7
+    with pytest.raises(InvalidConfigError, match=message):
+        yield
+    assert set(threading.enumerate()) <= threads
+    assert cluster.global_steps == 7
+    assert not cluster.actor_trainer.is_managed_externally
+
+
 @pytest.mark.parametrize(
     ("over_sampling", "changes", "message"),
     [
@@ -127,14 +132,14 @@ def test_it_stops_at_the_last_step():
     ],
 )
 def test_what_tunix_makes_impossible_is_refused_by_name(untrained, over_sampling, changes, message):
-    with pytest.raises(InvalidConfigError, match=message):
+    with refused(untrained, message):
         make_learner(untrained, OverSampling(**over_sampling), **changes)
 
 
 def test_examples_that_are_made_too_early_are_refused():
     cluster = make_cluster(num_steps=1, in_consumer=False)
     try:
-        with pytest.raises(InvalidConfigError, match="compute_logps_micro_batch_size >= 2, got 1"):
+        with refused(cluster, "compute_logps_micro_batch_size >= 2, got 1"):
             make_learner(cluster)
     finally:
         cluster.rollout.close()

@@ -22,6 +22,7 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from tests.threads import LIMIT_S
 from tunix_sgljax import OverSampling
 from tunix_sgljax.long_tail.asking import GroupSource
+from tunix_sgljax.long_tail.early_ends import sample_group
 from tunix_sgljax.long_tail.feed import ROW, PromptFeed
 from tunix_sgljax.long_tail.groups import GroupsInFlight, merge_columns
 from tunix_sgljax.observability.observers import RolloutObservers
@@ -107,6 +108,15 @@ def known_rewards(*, prompts, completions, finished, row, **_):
     assert len(prompts) == len(completions) == len(finished) == len(row) == NUM_SAMPLES
     is_decided = row[0] % 3 == 0
     return [1.0 if is_decided and text else None for text in completions]
+
+
+def test_a_group_ends_early_once_its_rewards_are_known_and_equal():
+    for rewards in ([1.0, 1.0], [1.0, 2.0], [1.0, None]):
+        rollout: Any = ModelRollout(seed=0)
+        params: Any = [None] * len(rewards)
+        columns = {"prompts": ["7"] * len(rewards)}
+        group = sample_group(rollout, [7], params, columns, lambda rewards=rewards, **_: rewards)
+        assert asyncio.run(group).ended_early == (rewards == [1.0, 1.0])
 
 
 class OverSamplingMachine(RuleBasedStateMachine):

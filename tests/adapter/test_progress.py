@@ -106,7 +106,8 @@ def test_lines_of_a_rollout_that_takes_long(rollout, capsys, monkeypatch):
 
     def write(line):
         real_write(line)
-        if ", 0 of 8 samples, " in line:  # of both: the first may say so alone before
+        # 3 + 5: before the second rollout begins, a line counts the first alone.
+        if ", 0 of 8 samples, " in line:
             written.set()
 
     monkeypatch.setattr(phases, "_write", write)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +26,11 @@ from tests.adapter.helpers import (
     text_of,
 )
 from tests.devices import run_python
-from tests.threads import LIMIT_S, gate_steps, start, take_steps
+from tests.threads import LIMIT_S, gate_steps, start, take_steps, wait_for
 from tests.tiers import tiered
 from tunix_sgljax import create_sgljax_rollout
 
-TRAINER_AS_USERS = "how close the trainer's log-probs are"
+TRAINER_AS_USERS = "log-probs have the bits of the trainer's"
 
 PROMPTS = ref.make_prompts(VOCAB_SIZE, (3, 7, 5, 16, 11), seed=21)
 WIDTH, NUM_TOKENS = 16, 24
@@ -231,6 +230,7 @@ def sample_across_an_update(rollout, other_model):
     before = num_decoded()
     call = start(lambda: generate(rollout, max_tokens_to_generate=96))
     while num_decoded() < before + 3 * len(PROMPTS):
+        assert not call.done()
         take_steps(engine)
     rollout.update_params(params_of(other_model), (nnx.Param,))
     return call, rollout._match.versions
@@ -265,12 +265,15 @@ def test_several_threads_and_updates(matching, model, other_model):
     def one(row):
         return generate_compiled(rollout, [PROMPTS[row % len(PROMPTS)]], seed=None)
 
-    with ThreadPoolExecutor(4) as pool:
-        calls = [pool.submit(one, row) for row in range(12)]
-        for number in range(1, 5):
-            rollout.update_params(params_of(policies[number % 2]), (nnx.Param,))
-        outputs = [call.result(LIMIT_S) for call in calls]
+    engine = gate_steps(rollout.engine)
+    calls = [start(functools.partial(one, row)) for row in range(12)]
+    wait_for(lambda: engine.get_internal_state().waiting_queue_size == len(calls))
+    for number in range(1, 5):
+        take_steps(engine, 3)  # the first calls end, and are scored, before the last update
+        rollout.update_params(params_of(policies[number % 2]), (nnx.Param,))
+    outputs = [call.result(LIMIT_S) for call in calls]
     assert rollout._match.versions == [4]
+    assert any(len(set(output.weight_versions[0].tolist())) > 1 for output in outputs)
     for row, output in enumerate(outputs):
         prompts, tokens = [PROMPTS[row % len(PROMPTS)]] * 2, output.tokens * 2
         scored = [trainers(policy, prompts, tokens, 0.9)[0] for policy in policies]

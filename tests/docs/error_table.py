@@ -1,8 +1,8 @@
 """The errors of docs/troubleshooting.md and plain_messages.txt, one row each.
 
-A row has a name, the call that makes the error, its class, what the message names as wrong, and
-what it names as the limit or the way out. Calls are of the functions that check, where these can be
-reached without an engine: only what comes from a running engine asks `Parts` for one.
+A row has a name, the call that makes the error, and its class. Calls are of the functions that
+check, where these can be reached without an engine: only what comes from a running engine asks
+`Parts` for one, and only what comes from one that has ended makes its own.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ from tunix_sgljax.lora import find_lora
 from tunix_sgljax.mappings import WeightMapper
 from tunix_sgljax.model_config import to_model_config
 from tunix_sgljax.rollout.generating import PromptEncoder
-from tunix_sgljax.rollout_config.checks import FieldChecker, check_axis_types, check_fields
+from tunix_sgljax.rollout_config.checks import FieldChecker, check_fields
 from tunix_sgljax.rollout_config.engine_options import (
     ask_options,
     check_same_engine,
@@ -125,9 +125,9 @@ def options(**given: Any) -> None:
 
 
 def plan(model: Any = TINY, devices: int = 1, **given: Any) -> None:
-    """Plans an engine, which checks read the shape of a mesh for: one device may stand there often.
+    """Runs an engine's checks without arrays or programs.
 
-    Its arrays and programs are not made.
+    They read only a mesh's shape, so one device may be repeated.
     """
     mesh = Mesh(np.array(jax.devices()[:1] * devices), ("tp",))
     build_shapes(model, EngineConfig.from_options(given), "float32", mesh)
@@ -212,9 +212,9 @@ def devices(**given: Any) -> None:
 
 def explicit_axes() -> None:
     kinds = (jax.sharding.AxisType.Explicit,) * 2
-    check_axis_types(
-        jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=kinds, devices=jax.devices()[:1])
-    )
+    device = jax.devices()[:1]
+    mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=kinds, devices=device)
+    new_rollout(actor(), mesh=mesh)
 
 
 @ref.deprecations_ignored()
@@ -339,13 +339,11 @@ def ended(_: Parts) -> None:
 
 
 class Row(NamedTuple):
-    """An error; the module's docstring says what each field is."""
+    """A name, the call that makes the error, and its class."""
 
     name: str
     make: Callable[[Parts], Any]
     error: type[EngineError]
-    field: str
-    limit: str
 
 
 ONE: Any = {"input_ids": [1]}
@@ -361,201 +359,140 @@ MANY_HEADS = dataclasses.replace(TINY, num_heads=12, num_kv_heads=4, intermediat
 
 TABLE = [Row(*row) for row in (
     # ---- an engine's options
-    ("unknown_option", lambda _: options(max_running_request=64),
-     InvalidConfigError, "'max_running_request'", "'max_running_requests'"),
-    ("foreign_option", lambda _: options(max_num_seqs=64),
-     InvalidConfigError, "'max_num_seqs'", "'max_running_requests'"),
-    ("config_and_options",
-     lambda _: Engine(model_config=TINY, config=CONFIG, page_size=16),  # no engine
-     InvalidConfigError, "page_size", "not both"),
-    ("config_type", lambda _: Engine(model_config=TINY, config=DICT),
-     InvalidConfigError, "config", "EngineConfig"),
-    ("not_a_folder", lambda _: sources("Qwen/Qwen3-0.6B"),
-     InvalidConfigError, "model_path", "a folder"),
-    ("model_config_type", lambda _: sources(model={"vocab_size": 128}),
-     InvalidConfigError, "model_config", "a ModelConfig"),
+    ("unknown_option", lambda _: options(max_running_request=64), InvalidConfigError),
+    ("foreign_option", lambda _: options(max_num_seqs=64), InvalidConfigError),
+    ("config_and_options",  # no engine
+     lambda _: Engine(model_config=TINY, config=CONFIG, page_size=16), InvalidConfigError),
+    ("config_type", lambda _: Engine(model_config=TINY, config=DICT), InvalidConfigError),
+    ("not_a_folder", lambda _: sources("Qwen/Qwen3-0.6B"), InvalidConfigError),
+    ("model_config_type", lambda _: sources(model={"vocab_size": 128}), InvalidConfigError),
     ("weights_are_a_path", lambda _: sources(model=TINY, weights="path/to/checkpoint"),
-     InvalidConfigError, "weights", "model_path"),
+     InvalidConfigError),
     ("batch_buckets", lambda _: options(max_running_requests=64, batch_buckets=(1, 4)),
-     InvalidConfigError, "batch_buckets", "(64)"),
-    ("token_buckets", lambda _: options(token_buckets=(100,)),
-     InvalidConfigError, "token_buckets", "16"),
-    ("dtype", lambda _: options(dtype="fp16"),
-     InvalidConfigError, "dtype", "'float16'"),
+     InvalidConfigError),
+    ("token_buckets", lambda _: options(token_buckets=(100,)), InvalidConfigError),
+    ("dtype", lambda _: options(dtype="fp16"), InvalidConfigError),
     ("deterministic_backend",
      lambda _: options(enable_deterministic_sampling=True, attention_backend="xla"),
-     InvalidConfigError, "attention_backend", "'xla_rows'"),
-    ("context_length", lambda _: plan(max_model_len=1024),
-     InvalidConfigError, "max_model_len", "256"),
-    ("num_kv_tokens", lambda _: plan(num_kv_tokens=10**12),
-     InvalidConfigError, "num_kv_tokens", "at most"),
-    ("mem_fraction", lambda _: plan(mem_fraction_static=1e-12),
-     InvalidConfigError, "mem_fraction_static", "one KV page"),
-    ("pallas", lambda _: plan(attention_backend="pallas"),
-     InvalidConfigError, "attention_backend", "GPUs"),
-    ("native", lambda _: plan(devices=2, linear_backend="native"),
-     InvalidConfigError, "linear_backend", "one device"),
-    ("mesh_heads", lambda _: plan(devices=3),
-     InvalidConfigError, "num_heads", "(3)"),
-    ("mesh_kv_heads", lambda _: plan(MANY_HEADS, devices=6),
-     InvalidConfigError, "num_kv_heads", "(6)"),
-    ("experts_do_not_divide", lambda _: experts(),
-     InvalidConfigError, "moe.num_experts", "(4)"),
-    ("tokenizer_type", lambda _: wrap_tokenizer(SimpleNamespace(encode=list)),
-     InvalidConfigError, "tokenizer", "decode"),
+     InvalidConfigError),
+    ("context_length", lambda _: plan(max_model_len=1024), InvalidConfigError),
+    ("num_kv_tokens", lambda _: plan(num_kv_tokens=10**12), InvalidConfigError),
+    ("mem_fraction", lambda _: plan(mem_fraction_static=1e-12), InvalidConfigError),
+    ("pallas", lambda _: plan(attention_backend="pallas"), InvalidConfigError),
+    ("native", lambda _: plan(devices=2, linear_backend="native"), InvalidConfigError),
+    ("mesh_heads", lambda _: plan(devices=3), InvalidConfigError),
+    ("mesh_kv_heads", lambda _: plan(MANY_HEADS, devices=6), InvalidConfigError),
+    ("experts_do_not_divide", lambda _: experts(), InvalidConfigError),
+    ("tokenizer_type", lambda _: wrap_tokenizer(SimpleNamespace(encode=list)), InvalidConfigError),
     # ---- a model's folder
-    ("no_config_json", lambda p: load_model_config(p.empty()),
-     InvalidConfigError, "config.json", "no such file"),
-    ("architecture", lambda _: hf(architectures=["MixtralForCausalLM"]),
-     UnsupportedModelError, "'MixtralForCausalLM'", "Gemma2ForCausalLM"),
+    ("no_config_json", lambda p: load_model_config(p.empty()), InvalidConfigError),
+    ("architecture", lambda _: hf(architectures=["MixtralForCausalLM"]), UnsupportedModelError),
     ("model_setting", lambda _: hf(quantization_config={"quant_method": "awq"}),
-     UnsupportedModelError, "quantization_config", "only None"),
+     UnsupportedModelError),
     ("rope_type", lambda _: hf(
         rope_parameters={"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}),
-     UnsupportedModelError, "rope_type", "'llama3'"),
-    ("shards_missing", lambda p: folder_weights(TINY, p.empty()),
-     WeightLoadError, "model.safetensors", "no such"),
+     UnsupportedModelError),
+    ("shards_missing", lambda p: folder_weights(TINY, p.empty()), WeightLoadError),
     ("two_sets_of_weights", lambda p: find_weight_files(weight_files(p.empty(), has_index=True)),
-     WeightLoadError, "model.safetensors.index.json", "delete"),
+     WeightLoadError),
     ("truncated_weights", lambda p: folder_weights(TINY, weight_files(p.empty(), is_cut=True)),
-     WeightLoadError, "model.safetensors", "truncated"),
+     WeightLoadError),
     # ---- a rollout
     ("no_pad_token", lambda _: PromptEncoder(EndingTokenizer(eos=None, pad=None)),
-     InvalidConfigError, "pad", "name a pad token"),
+     InvalidConfigError),
     ("meaningless_field",
      lambda _: FieldChecker(is_strict=True).check(rollout_config(rollout_vllm_server_mode=True)),
-     InvalidConfigError, "rollout_vllm_server_mode", "default"),
+     InvalidConfigError),
     ("decided_sampling", lambda _: fields(rollout_vllm_sampling_kwargs={"temperature": 0.5}),
-     InvalidConfigError, "rollout_vllm_sampling_kwargs['temperature']", "temperature=0.0"),
-    ("lora_parameters", lambda _: lora_of_another_actor(),
-     WeightSyncError, "'layers.0.w_lora_a'", "no LoRA parameters"),
-    ("lora_scale", lambda _: lora_without_scale(),
-     InvalidConfigError, "'layers.0.attn.q_proj.w'", "lora_scaling="),
-    ("convert_scale", lambda _: pairs_without_scale(),
-     InvalidConfigError, "checkpoints/", "--lora-alpha"),
-    ("lora_module_path", lambda _: lora_path(),
-     InvalidConfigError, "lora_config.module_path", "layers/<layer>/attn/k_proj"),
-    ("tensor_parallel_size", lambda _: devices(tensor_parallel_size=4),
-     InvalidConfigError, "tp_size 4", "has 1"),
-    ("data_parallel_size", lambda _: devices(data_parallel_size=2),
-     InvalidConfigError, "data_parallel_size 2", "has 1"),
+     InvalidConfigError),
+    ("lora_parameters", lambda _: lora_of_another_actor(), WeightSyncError),
+    ("lora_scale", lambda _: lora_without_scale(), InvalidConfigError),
+    ("convert_scale", lambda _: pairs_without_scale(), InvalidConfigError),
+    ("lora_module_path", lambda _: lora_path(), InvalidConfigError),
+    ("tensor_parallel_size", lambda _: devices(tensor_parallel_size=4), InvalidConfigError),
+    ("data_parallel_size", lambda _: devices(data_parallel_size=2), InvalidConfigError),
     ("engine_options_fixed", lambda _: check_same_engine(ask_options(FIXED), CONFIG, {}),
-     InvalidConfigError, "rollout_sglang_jax_chunked_prefill_size", "2048"),
+     InvalidConfigError),
     ("log_level",
      lambda _: sampling.apply_log_level(rollout_config(rollout_sglang_jax_log_level="loud")),
-     InvalidConfigError, "rollout_sglang_jax_log_level", "a logging level"),
+     InvalidConfigError),
     ("sampling_params_of_a_rollout", lambda _: sampling.check_extra_params({"temperature": 0.7}),
-     InvalidConfigError, "'temperature'", "RolloutConfig"),
-    ("logprobs_mode", lambda _: sampling.check_logprobs_mode("processed"),
-     InvalidConfigError, "logprobs_mode", "'processed_logprobs'"),
+     InvalidConfigError),
+    ("logprobs_mode", lambda _: sampling.check_logprobs_mode("processed"), InvalidConfigError),
     ("incomparable_logprobs",
      lambda _: sampling.check_comparable("processed_logprobs", SamplingParams(top_p=0.9)),
-     InvalidConfigError, "top_p=0.9", "'trainer_logprobs'"),
+     InvalidConfigError),
     ("trainer_match_offload",
      lambda _: TrainerMatch(pad_id=0, eos_id=1, batch_size=None).refuse_offload(),
-     InvalidConfigError, "'trainer_match'", "offload_to_cpu"),
+     InvalidConfigError),
     ("unknown_model", lambda _: to_model_config(SimpleNamespace(num_layers=2), context_length=64),
-     UnsupportedModelError, "SimpleNamespace", "tunix.models.qwen2.model"),
+     UnsupportedModelError),
     ("rollout_worker", lambda _: RLCluster(
         actor=NONE, tokenizer=NONE, cluster_config=NONE, rollout_worker=CONFIG),
-     InvalidConfigError, "rollout_worker", "a BaseRollout"),
-    ("explicit_axes", lambda _: explicit_axes(),
-     InvalidConfigError, "axes", "Auto"),
-    ("evaluation_too_long", lambda _: check_lengths(EVAL, 64),
-     InvalidConfigError, "max_tokens_to_generate 128", "64 tokens"),
-    ("rollout_closed", lambda _: closed_rollout(),
-     EngineShutdownError, "rollout", "closed"),
+     InvalidConfigError),
+    ("explicit_axes", lambda _: explicit_axes(), InvalidConfigError),
+    ("evaluation_too_long", lambda _: check_lengths(EVAL, 64), InvalidConfigError),
+    ("rollout_closed", lambda _: closed_rollout(), EngineShutdownError),
     # ---- requests
     ("unknown_sampling_field", lambda _: SamplingParams.from_dict({"temprature": 0.5}),
-     InvalidRequestError, "'temprature'", "'temperature'"),
+     InvalidRequestError),
     ("renamed_sampling_field", lambda _: SamplingParams.from_dict({"max_tokens": 64}),
-     InvalidRequestError, "max_tokens", "max_new_tokens"),
+     InvalidRequestError),
     ("refused_sampling_field", lambda _: SamplingParams.from_dict({"regex": "[0-9]+"}),
-     InvalidRequestError, "regex", "not implemented"),
-    ("out_of_range", lambda _: SamplingParams.from_dict({"top_p": 0}),
-     InvalidRequestError, "top_p", "(0, 1]"),
-    ("prompt_too_long", lambda _: request(ids=[1] * 300),
-     InvalidRequestError, "300 tokens", "255"),
-    ("request_too_long", lambda _: request(ids=[1] * 200, max_new_tokens=128),
-     InvalidRequestError, "max_new_tokens (128)", "256"),
-    ("pool_too_small", lambda _: request(ids=[1] * 100, max_new_tokens=100),
-     InvalidRequestError, "199 KV tokens", "160"),
-    ("no_tokenizer", lambda _: request("The capital of France is"),
-     InvalidRequestError, "prompt", "input_ids"),
-    ("ids_as_prompt", lambda _: request([5, 6]),
-     InvalidRequestError, "prompt", "input_ids"),
-    ("messages_as_prompt", lambda _: request(ASK),
-     InvalidRequestError, "prompt", "Engine.chat"),
-    ("text_as_ids", lambda _: request(ids="The capital of France is"),
-     InvalidRequestError, "input_ids", "a list"),
+     InvalidRequestError),
+    ("out_of_range", lambda _: SamplingParams.from_dict({"top_p": 0}), InvalidRequestError),
+    ("prompt_too_long", lambda _: request(ids=[1] * 300), InvalidRequestError),
+    ("request_too_long", lambda _: request(ids=[1] * 200, max_new_tokens=128), InvalidRequestError),
+    ("pool_too_small", lambda _: request(ids=[1] * 100, max_new_tokens=100), InvalidRequestError),
+    ("no_tokenizer", lambda _: request("The capital of France is"), InvalidRequestError),
+    ("ids_as_prompt", lambda _: request([5, 6]), InvalidRequestError),
+    ("messages_as_prompt", lambda _: request(ASK), InvalidRequestError),
+    ("text_as_ids", lambda _: request(ids="The capital of France is"), InvalidRequestError),
     ("one_sequence_to_score", lambda _: REQUESTS.check_scored([1, 2, 3], 1.0, None),
-     InvalidRequestError, "sequences", "a list of lists"),
-    ("empty_prompt", lambda _: request(ids=[]),
-     InvalidRequestError, "the prompt", "at least one token"),
-    ("token_out_of_vocabulary", lambda _: request(ids=[5, 128]),
-     InvalidRequestError, "input_ids", "[0, 128)"),
-    ("stop_needs_tokenizer", lambda _: request(ids=[1], stop=["</answer>"]),
-     InvalidRequestError, "stop", "a tokenizer"),
+     InvalidRequestError),
+    ("empty_prompt", lambda _: request(ids=[]), InvalidRequestError),
+    ("token_out_of_vocabulary", lambda _: request(ids=[5, 128]), InvalidRequestError),
+    ("stop_needs_tokenizer", lambda _: request(ids=[1], stop=["</answer>"]), InvalidRequestError),
     ("no_chat_template", lambda _: conversation_ids(wrap_tokenizer(CharTokenizer()), ASK),
-     InvalidRequestError, "messages", "input_ids"),
+     InvalidRequestError),
     ("logprobs_not_asked_for", lambda _: request(ids=[1], logprobs=LogprobArgs(top_logprobs_num=5)),
-     InvalidRequestError, "top_logprobs_num=5", "return_logprob=True"),
-    ("pause_mode", lambda _: PauseGenerationReqInput(mode=STOP),
-     InvalidRequestError, "mode", "'retract'"),
-    ("rid_in_use", while_held(lambda e: e.generate(rid="sample-7", **ONE)),
-     InvalidRequestError, "'sample-7'", "another request"),
+     InvalidRequestError),
+    ("pause_mode", lambda _: PauseGenerationReqInput(mode=STOP), InvalidRequestError),
+    ("rid_in_use", while_held(lambda e: e.generate(rid="sample-7", **ONE)), InvalidRequestError),
     ("not_warm", lambda p: p.engine.generate(**ONE, sampling_params={"repetition_penalty": 1.1}),
-     CompileForbiddenError, "forbid_compile", "warmup(include_table=True)"),
-    ("failed_step", without_weights(lambda e: e.generate(**ONE), delete_one),
-     EngineStepError, "request", "device step"),
-    ("shut_down", ended,
-     EngineShutdownError, "the engine", "shut down"),
+     CompileForbiddenError),
+    ("failed_step", without_weights(lambda e: e.generate(**ONE), delete_one), EngineStepError),
+    ("shut_down", ended, EngineShutdownError),
     # ---- pauses and sleep
-    ("kv_in_use", while_held(lambda e: e.release_kv_cache()),
-     EngineStateError, "KV cache", "mode='retract'"),
+    ("kv_in_use", while_held(lambda e: e.release_kv_cache()), EngineStateError),
     ("in_place_flush",
      while_held(lambda e: e.update_weights(spread_weights(), mode="in_place", flush_cache=True)),
-     EngineStateError, "flush_cache=True", "1 running request(s)"),
+     EngineStateError),
     ("wait_in_pause", while_held(lambda e: e.update_weights(spread_weights(), mode="wait")),
-     EngineStateError, "mode='wait'", "pause_generation('in_place')"),
-    ("asleep", asleep,
-     EngineStateError, "['weights', 'kv_cache']", "wake_up"),
-    ("no_weights", without_weights(lambda e: e.generate(**ONE), sleep_deeply),
-     EngineStateError, "no weights", "update_weights"),
-    ("failed_offload", without_weights(lambda e: e.sleep(), delete_one),
-     OffloadError, "weights or KV pages", "nothing has changed"),
+     EngineStateError),
+    ("asleep", asleep, EngineStateError),
+    ("no_weights", without_weights(lambda e: e.generate(**ONE), sleep_deeply), EngineStateError),
+    ("failed_offload", without_weights(lambda e: e.sleep(), delete_one), OffloadError),
     # ---- weights
-    ("weights_of_another_model", lambda _: same_model_weights(TINY, FOLDER, None),
-     WeightLoadError, "vocab_size 320", "not 128"),
-    ("folder_without_config", lambda p: same_model_weights(TINY, p.empty(), None),
-     WeightLoadError, "config.json", "give arrays"),
+    ("weights_of_another_model", lambda _: same_model_weights(TINY, FOLDER, None), WeightLoadError),
+    ("folder_without_config", lambda p: same_model_weights(TINY, p.empty(), None), WeightLoadError),
     ("weights_file", lambda _: same_model_weights(TINY, FOLDER / "model.safetensors", None),
-     WeightLoadError, "weights", "a folder"),
-    ("weights_do_not_fit", lambda _: update(forget_head),
-     WeightSyncError, "'model.norm.weight' [16]", "[32]"),
-    ("other_orientation", lambda _: update(turn),
-     WeightSyncError, "'model.layers.0.mlp.up_proj.weight'", "logical_rules"),
+     WeightLoadError),
+    ("weights_do_not_fit", lambda _: update(forget_head), WeightSyncError),
+    ("other_orientation", lambda _: update(turn), WeightSyncError),
     ("not_finite", lambda _: update(lambda w: w["model.norm.weight"].fill(np.nan)),
-     WeightSyncError, "'model.norm.weight'", "check_finite=False"),
-    ("rules_type", lambda _: check_rules([PAIR]),
-     WeightSyncError, "rules", "Rule"),
+     WeightSyncError),
+    ("rules_type", lambda _: check_rules([PAIR]), WeightSyncError),
     ("foreign_array", lambda _: update(lambda w: w.update({"model.norm.weight": ForeignTensor()})),
-     WeightSyncError, "'model.norm.weight'", "from_dlpack"),
-    ("deleted_source", lambda _: update(delete_norm),
-     WeightSyncError, "'model.norm.weight'", "donated"),
-    ("weights_lost", lambda _: lose_weights(),
-     WeightsLostError, "new weights", "half-way"),
+     WeightSyncError),
+    ("deleted_source", lambda _: update(delete_norm), WeightSyncError),
+    ("weights_lost", lambda _: lose_weights(), WeightsLostError),
     # ---- checkpoints of requests
-    ("no_checkpoint", lambda p: load_checkpoint(p.tmp_path / "none.ckpt", TINY),
-     CheckpointError, "none.ckpt", "no such folder"),
-    ("folder_without_checkpoint", lambda p: load_checkpoint(p.empty(), TINY),
-     CheckpointError, "manifest.json", "no such file"),
-    ("damaged_checkpoint", lambda p: restore(p.empty(), timestamp=1.0),
-     CheckpointError, "manifest.json", "SHA-256"),
-    ("newer_checkpoint", lambda p: restore(p.empty(), version=2),
-     CheckpointError, "version 2", "newer than 1"),
+    ("no_checkpoint", lambda p: load_checkpoint(p.tmp_path / "none.ckpt", TINY), CheckpointError),
+    ("folder_without_checkpoint", lambda p: load_checkpoint(p.empty(), TINY), CheckpointError),
+    ("damaged_checkpoint", lambda p: restore(p.empty(), timestamp=1.0), CheckpointError),
+    ("newer_checkpoint", lambda p: restore(p.empty(), version=2), CheckpointError),
     ("checkpoint_of_another_model",
-     lambda p: restore(p.empty(), dataclasses.replace(TINY, rms_norm_eps=1e-5)),
-     CheckpointError, "rms_norm_eps 1e-06", "1e-05"),
+     lambda p: restore(p.empty(), dataclasses.replace(TINY, rms_norm_eps=1e-5)), CheckpointError),
 )]  # fmt: skip
-"""All of them, in the order of the page."""
+"""All of them, by what they are about."""

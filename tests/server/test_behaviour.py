@@ -407,8 +407,12 @@ class TestUpdates:
     )
     def test_modes(self, updated, options, mode):
         """What happens to a request that runs."""
+
+        def num_retractions():
+            return updated.engine.get_internal_state().counters.num_retractions
+
         (call,) = start_generating(updated, [[5, 6]])
-        version = updated.engine.weight_version
+        version, before = updated.engine.weight_version, num_retractions()
         update = start(
             lambda: updated.http.post(
                 "/update_weights_from_disk", json={"model_path": "same", **options}
@@ -426,6 +430,7 @@ class TestUpdates:
         assert kind == ("abort" if mode == "abort" else "length")
         if mode != "abort":
             assert set(reply["meta_info"]["token_weight_versions"]) >= {version + 1}
+        assert num_retractions() - before == (mode == "retract")
 
     @pytest.mark.parametrize(
         "path", ["..", "../..", "/etc", "none", "same/../../x", "", "same\0", "x" * 5000, "link"]

@@ -126,6 +126,15 @@ class TestCompletions:
         own = generate(served, served.engine.tokenize("the fox"), temperature=1, **params)
         assert choice.token_ids == own["output_ids"]
 
+    def test_min_tokens_hold_an_end_back(self, client):
+        def ids(**own):
+            (choice,) = complete(client, "the fox", extra_body={**IDS, **own}).choices
+            return choice.token_ids
+
+        (first, *_) = ids()
+        assert ids(stop_token_ids=[first]) == [first]
+        assert len(ids(stop_token_ids=[first], min_tokens=3)) >= 3
+
     def test_a_stream_adds_up(self, client):
         options = {"n": 2, "seed": 3, "temperature": 1, "logprobs": 1}
         whole = complete(client, "the fox", extra_body=IDS, **options)

@@ -103,21 +103,29 @@ class OverSamplingAgenticGrpoLearner(AgenticGrpoLearner):
     """
 
     def __init__(
-        self, *args: Any, over_sampling: OverSampling | None = None, **options: Any
+        self,
+        rl_cluster: tunix_cluster.RLCluster,
+        algo_config: tunix_grpo.GRPOConfig,
+        *args: Any,
+        over_sampling: OverSampling | None = None,
+        **options: Any,
     ) -> None:
         """Takes the arguments of AgenticGrpoLearner and one more.
 
         Args:
-            *args: Arguments of AgenticGrpoLearner.
+            rl_cluster: Cluster with a SglJaxRollout.
+            algo_config: Tunix's agentic GRPOConfig.
+            *args: More arguments of AgenticGrpoLearner.
             over_sampling: How many groups are in work; None takes the defaults.
-            **options: Likewise.
+            **options: Options of AgenticGrpoLearner.
 
         Raises:
             InvalidConfigError: names the option that this learner cannot have, and its value.
         """
-        super().__init__(*args, **options)
         self._config = OverSampling() if over_sampling is None else over_sampling
-        _check_options(self._config, self.algo_config, self._training_config, options)
+        # First: Tunix's learner starts a thread, and sets the cluster's steps.
+        _check_options(self._config, rl_cluster, algo_config, options)
+        super().__init__(rl_cluster, algo_config, *args, **options)
         self._gate: PromptGate | None = None
         self._first_group = 0
         self._taken: set[int] = set()
@@ -187,7 +195,10 @@ class OverSamplingAgenticGrpoLearner(AgenticGrpoLearner):
 
 
 def _check_options(
-    config: OverSampling, algorithm: tunix_grpo.GRPOConfig, training: Any, options: dict[str, Any]
+    config: OverSampling,
+    cluster: tunix_cluster.RLCluster,
+    algorithm: tunix_grpo.GRPOConfig,
+    options: dict[str, Any],
 ) -> None:
     needs = "OverSamplingAgenticGrpoLearner needs"
     if not config.carries:
@@ -210,6 +221,7 @@ def _check_options(
             f"{needs} GRPOConfig.off_policy_steps >= 1, got {algorithm.off_policy_steps}: Tunix "
             "hands over no prompt before its turn"
         )
+    training = cluster.cluster_config.training_config
     size = training.compute_logps_micro_batch_size or 1
     if size < 2:
         raise InvalidConfigError(
