@@ -361,8 +361,9 @@ TABLE = [Row(*row) for row in (
     # ---- an engine's options
     ("unknown_option", lambda _: options(max_running_request=64), InvalidConfigError),
     ("foreign_option", lambda _: options(max_num_seqs=64), InvalidConfigError),
-    ("config_and_options",  # no engine
-     lambda _: Engine(model_config=TINY, config=CONFIG, page_size=16), InvalidConfigError),
+    ("config_and_options",
+     lambda _: Engine(model_config=TINY, config=CONFIG, page_size=16),  # no engine
+     InvalidConfigError),
     ("config_type", lambda _: Engine(model_config=TINY, config=DICT), InvalidConfigError),
     ("not_a_folder", lambda _: sources("Qwen/Qwen3-0.6B"), InvalidConfigError),
     ("model_config_type", lambda _: sources(model={"vocab_size": 128}), InvalidConfigError),

@@ -82,7 +82,7 @@ def run_twice(bits: Sequence[Bits], asked: Sequence[Asked], **options: Any) -> E
 @pytest.mark.slow
 @BOTH
 def test_some_requests(backend):
-    """Of settings that need no further programs."""
+    """Their settings need no further programs."""
     del backend
     few, options = PLAIN[:12], {"speculative_num_draft_tokens": 3}
     bits = without_drafts(few)
