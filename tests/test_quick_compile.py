@@ -8,6 +8,7 @@ only looks like it, as a mean of seconds does, ends in `# not computed`.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,6 +131,7 @@ def test_a_line_may_say_that_nothing_was_computed(tmp_path):
     assert [line for line, _ in number_checks(_parse(path))] == [3]
 
 
+@functools.cache
 def _parse(path: Path) -> ast.Module:
     """What a module holds; marks what begins on a line that says that nothing was computed."""
     lines = path.read_text(encoding="utf-8").splitlines()
