@@ -114,7 +114,7 @@ def test_this_python_is_found():
     assert install_matrix.find_python("3.0") is None
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_steps_of_an_environment_are_noted(tmp_path, capsys):
     environment = install_matrix.Environment(sys.executable, tmp_path)
     python = environment.bin / "python"

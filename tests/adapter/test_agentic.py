@@ -145,7 +145,7 @@ def assert_log_probs_are_those_of(snapshots, row):
 # ------------------------------------------------------------------ in flight
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_mixed_policies_reach_the_loss_token_by_token(closing):
     cluster = make_cluster(num_steps=3, rollout=InterruptedRollout, in_consumer=True, eos=NO_END)
     rollout = cluster.rollout
@@ -186,7 +186,7 @@ def test_tokens_that_are_too_old_are_masked(closing):
     assert max(cluster.metrics["weight_lag/masked_fraction"]) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_no_deadlock_where_tunixs_lock_has_one(closing):
     """One step off-policy and few concurrent episodes: its loop thread waits in the lock."""
     cluster = make_cluster(num_steps=4)

@@ -51,7 +51,7 @@ ARCHITECTURES = (
     "qwen2_untied",
     "qwen3_moe",
 )
-"""One family of each architecture; gemma4_moe comes on top below."""
+"""One family of each architecture."""
 OF_SAMPLER = tiered((name for name in ARCHITECTURES if name != "gemma2"), (), ["qwen2_untied"])
 """Tunix's own sampler takes as long to compile as an engine. It pads Gemma 2 wrongly, so that is
 left out.
@@ -60,7 +60,11 @@ left out.
 
 @pytest.fixture(
     scope="module",
-    params=tiered(sorted(families.FAMILIES), ["gemma_mqa"], [*ARCHITECTURES, "gemma4_moe"]),
+    params=tiered(
+        sorted(families.FAMILIES),
+        ["gemma_mqa"],
+        ["gemma2", "gemma4_shared_keys", "gemma4_moe", "llama3_tied", "qwen2_untied"],
+    ),
 )
 def case(request):
     """A model, its rollout, and prompts."""

@@ -101,6 +101,7 @@ def test_a_sound_rollout_is_within_the_tolerance(sound, model, sampling):
     assert not report.is_within(0.0)  # rounding is seen
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "name", tiered(["llama3_untied", "gemma2", "gemma3", "qwen2_tied"], (), ["gemma3"])
 )

@@ -19,7 +19,7 @@ def import_experimental(*statements):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.skipif(HAS_EXPERIMENTAL, reason="this Tunix has tunix.experimental")
 def test_an_old_tunix_is_named():
     done = import_experimental()

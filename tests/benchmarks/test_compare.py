@@ -123,7 +123,7 @@ def test_micro_batches_answer_in_order():
     assert tuple(map(len, whole)) == workload.output_lengths
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_weight_sync():
     bench_model = MODELS["tiny"]
     model = compare.make_tunix_model(bench_model.config)

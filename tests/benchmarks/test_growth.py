@@ -7,7 +7,7 @@ import pytest
 from benchmarks.throughput import growth
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
 def test_waiting_requests_stand_behind_those_that_are_served(monkeypatch):
     states, proceed = [], growth.Engine.continue_generation

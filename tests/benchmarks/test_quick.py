@@ -47,6 +47,7 @@ def test_sleeps_and_saves(tmp_path):
     assert [each["with_kv"] for each in data["saves"]] == [False, True]
 
 
+@pytest.mark.soak
 def test_parts_of_a_step(tmp_path):
     data = written(step_parts.main, tmp_path, "step_parts_tiny", "--model", "tiny")
     assert 2 <= data["num_rows"] <= 4

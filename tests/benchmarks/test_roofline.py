@@ -96,7 +96,7 @@ def test_a_part_takes_the_longer_of_flops_and_bytes():
     assert roofline.limit_by_part([by_flops, by_bytes, other], CEILINGS) == {"a": 5.0, "b": 3.0}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_ceilings_are_the_best_of_their_probes():
     ceilings = measure_ceilings(1 << 20, seconds=0.0)
     for field, kind in (

@@ -65,7 +65,7 @@ def wait_for(process, *texts):
             raise AssertionError(f"the process ended before {text!r}")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_while_compiling(start, tmp_path):
     output, source = tmp_path / "out.jsonl", tmp_path / "in.jsonl"
     source.write_text('{"input_ids": [7, 8]}\n{"input_ids": [5, 6]}\n')

@@ -22,7 +22,9 @@ MODEL = GOLDEN / "qwen3_gqa_tied"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "end", [pytest.param(signal.SIGINT, marks=pytest.mark.soak), signal.SIGTERM]
+)
 def test_from_start_to_end(tmp_path, end):
     (tmp_path / "key").write_text("data\n")
     command = [sys.executable, "-m", "tunix_sgljax.cli.main", "serve", "--model", str(MODEL)]

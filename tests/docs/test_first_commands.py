@@ -66,7 +66,7 @@ def shell_blocks(page: str) -> list[str]:
     ("page", "variables"),
     [
         # The demo trains for minutes otherwise.
-        pytest.param("../README.md", {"DEMO_ARGS": "--steps 3"}, marks=pytest.mark.slow),
+        pytest.param("../README.md", {"DEMO_ARGS": "--steps 2"}, marks=pytest.mark.slow),
         pytest.param("../README.md", {}, marks=pytest.mark.soak),
         pytest.param("first_steps.md", {}, marks=pytest.mark.soak),
     ],

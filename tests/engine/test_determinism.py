@@ -170,7 +170,7 @@ def test_every_width_from_1_to_64():
         assert engine.get_internal_state().num_compiles >= 64
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @NATIVE
 def test_the_requests_differ(alone):
     """Else they would agree for the wrong reason."""

@@ -273,7 +273,7 @@ class TestEngine:
         with using("portable"):
             check_engine(OPTIONS, speculation)
 
-    @pytest.mark.slow
+    @pytest.mark.soak
     def test_kernels_that_are_not_invariant_are_found(self, monkeypatch):
         use_gpu_kernels(monkeypatch, fused.FusedProducts(interpret=True))
         real = invariant.unembed

@@ -176,7 +176,7 @@ def test_attention_of_projections(shape, options, has_norms, dtype):
         np.testing.assert_allclose(np.asarray(pages, np.float32), wanted, atol=TOLERANCES[dtype])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("quantization", [pytest.param(None, marks=pytest.mark.soak), "int8"])
 def test_engine_with_the_interpreted_kernels(monkeypatch, quantization):
     """Decode through all fused kernels: the tokens of the portable backend."""

@@ -24,22 +24,16 @@ def test_on_eight_devices(cases):
     run("tests.engine.group_cases", *cases.split())
 
 
-@pytest.mark.parametrize(
-    "step",
-    [pytest.param(61, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.soak)],
-)
-def test_refusals_interrupts_and_faults(step):
-    """Nothing hangs or is left behind; callers are interrupted at every so many places."""
-    run("tests.engine.group_faults", step)
+@pytest.mark.soak
+def test_refusals_interrupts_and_faults():
+    """Nothing hangs or is left behind; callers are interrupted at every third place."""
+    run("tests.engine.group_faults", 3)
 
 
-@pytest.mark.parametrize(
-    ("num_examples", "num_steps"),
-    [pytest.param(12, 8, marks=pytest.mark.slow), pytest.param(60, 40, marks=pytest.mark.soak)],
-)
-def test_interrupt_machine(num_examples, num_steps):
+@pytest.mark.soak
+def test_interrupt_machine():
     """As for one engine, with adapters, stop strings and interrupted callers too."""
-    run("tests.engine.group_machine", num_examples, num_steps)
+    run("tests.engine.group_machine", 60, 40)
 
 
 def run(module: str, *arguments: object) -> None:

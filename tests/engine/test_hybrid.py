@@ -371,7 +371,7 @@ def test_random_weights(small):
 
 @pytest.mark.parametrize(
     ("num_examples", "num_steps"),
-    [pytest.param(10, 30, marks=pytest.mark.slow), pytest.param(500, 60, marks=pytest.mark.soak)],
+    [pytest.param(5, 30, marks=pytest.mark.slow), pytest.param(500, 60, marks=pytest.mark.soak)],
 )
 def test_interrupt_machine(num_examples, num_steps):
     """Runs the machine that models without states have, with few slots for states."""

@@ -106,7 +106,7 @@ class TestEngine:
         assert list(scores)[-len(bits.tokens) :] == first.logprobs
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("backend", ["native"], indirect=True)
 def test_drafts_where_ranks_are_not_promoted(backend, alone):
     """As a host process may set JAX."""

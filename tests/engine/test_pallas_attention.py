@@ -193,7 +193,7 @@ class TestChoosingIt:
             Engine(model_config=TINY, load_format="dummy", attention_backend="pallas")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_engine_with_the_interpreted_kernel(monkeypatch):
     """Prefill and decode through the kernel: the tokens of the portable backend."""
     expected = greedy_tokens(attention_backend="xla")

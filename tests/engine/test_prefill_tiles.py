@@ -208,7 +208,7 @@ def test_lowers_for_cuda(head_dim):
     assert 'name = "prefill_attention"' in text
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_engine_with_tiles(monkeypatch):
     """Prefill through the kernel: the tokens of the portable backend."""
     expected = greedy_tokens(attention_backend="xla")

@@ -223,7 +223,7 @@ def test_greedy_rows_ignore_filters_and_seed():
 
 
 @both
-@pytest.mark.parametrize("vocab", [1, pytest.param(129, marks=pytest.mark.slow), 1000])
+@pytest.mark.parametrize("vocab", [1, pytest.param(129, marks=pytest.mark.soak), 1000])
 def test_greedy_rows_take_the_first_of_the_largest(vocab):
     rng = np.random.default_rng(vocab)
     logits = rng.integers(-3, 3, (64, vocab)).astype(np.float32)  # ties, within blocks and across
@@ -239,7 +239,7 @@ def test_greedy_rows_take_the_first_of_the_largest(vocab):
 
 
 @both
-@pytest.mark.parametrize("vocab", [pytest.param(40, marks=pytest.mark.slow), 10_000])
+@pytest.mark.parametrize("vocab", [pytest.param(40, marks=pytest.mark.soak), 10_000])
 def test_a_token_has_one_logprob(vocab):
     """In the lists of the most likely and of given tokens as where it is sampled, to the bit."""
     rng = np.random.default_rng(vocab)

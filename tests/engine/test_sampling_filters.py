@@ -204,7 +204,7 @@ print("equal")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_devices_that_share_the_vocabulary():
     found = run_python("-c", _ON_DEVICES, num_devices=8)
     assert "equal" in found.stdout

@@ -155,7 +155,7 @@ def test_a_group_of_engines():
     run_python("-W", "ignore", "-m", "tests.engine.speculation_group", num_devices=4)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @native
 def test_a_checkpoint(tmp_path):
     """Restored requests go on with the same tokens; their drafts are found anew."""
@@ -263,7 +263,7 @@ def test_frequencies():
 # ---------------------------------------------------------------------- the policy
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @native
 def test_nothing_is_compiled_after_warm_up():
     with make(speculation="auto", forbid_compile=True) as engine:

@@ -122,7 +122,7 @@ def test_each_width(expected, num_drafts):
     assert 1 < counters.acceptance_length <= 1 + num_drafts
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @NATIVE
 def test_siblings(backend):
     """Samples of one prompt draft from each other."""
@@ -140,6 +140,7 @@ def test_siblings(backend):
         assert engine.get_internal_state().counters.num_accepted_siblings > 20
 
 
+@pytest.mark.soak
 @NATIVE
 @pytest.mark.parametrize(
     "seed",

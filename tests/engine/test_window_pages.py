@@ -330,7 +330,7 @@ def test_a_model_whose_layers_all_slide():
     assert memory.saved_window_bytes > 3 * memory.kv_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_layers_of_two_shapes_in_two_pools():
     """Gemma 4's: kv heads of full layers are fewer and wider; shared keys stay in their pool."""
     model = dataclasses.replace(SHARED_KEYS, num_kv_heads=2)

@@ -7,7 +7,7 @@ import pytest
 import two_models
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_models_take_turns(capsys, monkeypatch):
     reports = []
     run = two_models.run

@@ -44,6 +44,7 @@ def served(engine):
         yield served
 
 
+@pytest.mark.soak
 def test_tokenizer_is_the_files(tokenizer, golden):
     """4,000 strings, also tokenized by a plain BPE and by transformers from the GGUF file."""
     known = golden["tokenizer"]

@@ -59,7 +59,7 @@ def num_bytes(state):
 # ------------------------------------------------------------------ parts
 
 
-@pytest.mark.parametrize("qtype", [None, "int8", "nf4"])
+@pytest.mark.parametrize("qtype", tiered([None, "int8", "nf4"], ["nf4"], ()))
 @pytest.mark.parametrize("family", tiered(QUANTISED, [], ["qwen3"]))
 def test_memory_is_that_of_the_actor(tmp_path, family, qtype):
     model: dict[str, Any] = {

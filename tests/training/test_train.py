@@ -34,7 +34,7 @@ def check_steps(content, steps, versions):
         assert 0 <= step["reward"] <= 1
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_grpo_with_evaluation_between_steps(tmp_path, capsys):
     path = write_config(
         tmp_path,
