@@ -110,7 +110,12 @@ def draw(shape: Shape, rng: np.random.Generator, kind: int):
 
 
 @pytest.mark.parametrize(
-    ("shape", "way"), [(SHAPES[0], "kernels"), *spread(SHAPES, list(WAYS), is_main=False)]
+    ("shape", "way"),
+    [
+        (SHAPES[0], "kernels"),
+        pytest.param(SHAPES[1], "ragged_dot", marks=pytest.mark.slow),
+        *spread(SHAPES, list(WAYS), is_rare=True),
+    ],
 )
 def test_random_choices_against_a_loop(shape, way):
     """200 of each shape."""

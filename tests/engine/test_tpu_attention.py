@@ -163,7 +163,10 @@ STEPS = [[0, 16, 3], [70, 3], [0, 0], [21, *[16] * 11, 9]]
     [
         ("decode-gqa-2", "all"),
         ("prefill-wide", "window-20"),
-        *spread([*SHAPES, *PACKED], list(OPTIONS), is_main=False),
+        pytest.param("decode-two-heads-a-row", "window-1", marks=pytest.mark.slow),
+        pytest.param("prefill-gqa-3", "default", marks=pytest.mark.slow),
+        pytest.param("prefill-an-odd-head", "all", marks=pytest.mark.slow),
+        *spread([*SHAPES, *PACKED], list(OPTIONS), is_rare=True),
     ],
 )
 def test_writing(shape, options):
