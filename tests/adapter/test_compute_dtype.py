@@ -27,7 +27,13 @@ QWEN2 = families.FAMILIES["qwen2_tied"].config
 MIXED = {"num_layers": 1, "dtype": jnp.bfloat16, "param_dtype": jnp.float32}
 
 
-@pytest.fixture(scope="module", params=[pytest.param("qwen2", marks=pytest.mark.slow), "qwen3"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("qwen2", marks=pytest.mark.soak),
+        pytest.param("qwen3", marks=pytest.mark.slow),
+    ],
+)
 def model(request):
     """Stored in float32, computes in bfloat16."""
     if request.param == "qwen3":

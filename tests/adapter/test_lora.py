@@ -171,6 +171,7 @@ def test_bad_pairs_are_named_and_the_old_ones_serve(serving, name):
     assert tokens_of(serving.rollout, PROMPTS) == serving.tokens
 
 
+@pytest.mark.slow
 def test_pairs_are_never_merged_into_merged_weights(serving):
     for _ in range(3):
         serving.rollout.update_params(lora_models.leaves(serving.model), FILTER)

@@ -87,6 +87,7 @@ def test_what_a_checkpoint_carries_beside_is_ignored():
         assert engine.find_differing_weights(weights) == []
 
 
+@pytest.mark.slow
 def test_both_orientations_have_rules(engine):
     assert spread_weights()[SQUARE].shape == logical_weights()[SQUARE].shape
     assert engine.find_differing_weights(logical_weights(), logical_rules(TINY)) == []

@@ -124,6 +124,7 @@ class TestAnswers:
     def test_scores(self, engine, golden):
         check_golden_scores(engine, golden)
 
+    @pytest.mark.slow
     def test_small_chunks_and_a_small_pool(self, example):
         """Prompts in chunks of 16, and requests that are prefilled again with their answers."""
         folder, golden = example

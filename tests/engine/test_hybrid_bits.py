@@ -69,7 +69,7 @@ class TestEngine:
     @pytest.mark.parametrize(
         ("backend", "drafts"),
         [
-            ("native", "off"),
+            pytest.param("native", "off", marks=pytest.mark.slow),
             pytest.param("native", "always", marks=pytest.mark.soak),
             pytest.param("portable", "off", marks=pytest.mark.soak),
             pytest.param("portable", "always", marks=pytest.mark.soak),

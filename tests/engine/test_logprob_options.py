@@ -194,6 +194,7 @@ class TestLengths:
         self.check(out)
         assert len(out["output_ids"]) <= 6
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("stream", [False, True])
     def test_cut_at_a_stop_string(self, text_engine, stream):
         params = {"temperature": 3.0, "seed": 1, "ignore_eos": True, "max_new_tokens": 40}

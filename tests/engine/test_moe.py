@@ -195,6 +195,7 @@ def test_every_program_says_which_tokens_are_used(is_deterministic, monkeypatch)
     assert all(said)
 
 
+@pytest.mark.slow
 def test_unused_rows_take_no_experts():
     """A row that ended, and rows that no request has, cost no expert and change nothing."""
     prompts = random_prompts(5, 1, 40)

@@ -68,6 +68,7 @@ def write_folder(folder, names, **extra):
     (folder / "config.json").write_text(json.dumps(nested()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", NAMES)
 def test_its_weights_are_those_of_the_language_model(tmp_path, names):
     write_folder(tmp_path, names)

@@ -72,6 +72,7 @@ def test_where_there_is_room_nothing_is_compiled(monkeypatch):
         assert report.kv_bytes < report.free_bytes / 2
 
 
+@pytest.mark.slow
 def test_a_pool_that_leaves_programs_no_room_is_refused():
     _, report = plan()
     tokens = report.free_bytes * report.kv_tokens // report.kv_bytes // 16 * 16

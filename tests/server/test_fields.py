@@ -169,6 +169,7 @@ class TestTokenNames:
         names = [entry["token"] for entry in choice["logprobs"]["content"]]
         assert names == [f"token_id:{token}" for token in choice["token_ids"]]
 
+    @pytest.mark.slow
     def test_equal_texts_are_all_there(self, served):
         """Tokens that are parts of characters have one text; most of this vocabulary are."""
         engine = served.engine
