@@ -79,7 +79,8 @@ class Tiles(NamedTuple):
 
     def split(self, x: jax.Array) -> jax.Array:
         """[num_tokens, ...] to [tiles, width, ...]."""
-        padded = jnp.pad(x, ((0, -self.num_tokens % self.width), *((0, 0),) * (x.ndim - 1)))
+        missing = self._num_tiles * self.width - self.num_tokens
+        padded = jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1)))
         # Neither uses -1, since rows may be empty.
         return padded.reshape(self._num_tiles, self.width, *x.shape[1:])
 
@@ -107,7 +108,8 @@ class Tiles(NamedTuple):
 
     @property
     def _num_tiles(self) -> int:
-        return -(-self.num_tokens // self.width)
+        # At least two: the only one would need no index, and its body would be another program.
+        return max(2, -(-self.num_tokens // self.width))
 
 
 def tokens_in_tiles(
