@@ -270,7 +270,6 @@ def test_aborted_groups_are_asked_again_and_on_policy():
     assert sum(run.metrics["over_sampling/dropped_groups"]) == 0
 
 
-@pytest.mark.slow
 def test_groups_with_known_rewards_end_early_without_advantage():
     def known_rewards(prompts, completions, finished, **_):
         """Every second prompt is decided after a few tokens."""

@@ -183,7 +183,6 @@ def test_a_checkpoint(tmp_path):
 # ---------------------------------------------------------------------- wrong drafts
 
 
-@pytest.mark.slow
 @native
 def test_drafts_that_mean_harm():
     """Always wrong, too long, beyond the stop token and the limit, of another vocabulary."""
