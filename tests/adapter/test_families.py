@@ -63,7 +63,7 @@ left out.
     params=tiered(
         sorted(families.FAMILIES),
         ["gemma_mqa"],
-        ["gemma2", "gemma4_shared_keys", "gemma4_moe", "llama3_tied", "qwen2_untied"],
+        ["gemma4_shared_keys", "gemma4_moe", "llama3_tied", "qwen2_untied"],
     ),
 )
 def case(request):

@@ -112,7 +112,7 @@ print("lora meshes ok")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_rollout_stands_in_for_the_reference():
     """With lora="adapter" a run with a KL penalty needs no second model."""
     logps = []

@@ -74,6 +74,7 @@ def test_the_long_tail(tmp_path, name):
     assert all(length > 0 for each in data["lengths"] for length in each)
 
 
+@pytest.mark.soak
 def test_simulated_rollouts(tmp_path):
     for lengths in ("lognormal", "rl_longtail"):  # the second adds to the first
         data = written(

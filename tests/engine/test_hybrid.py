@@ -370,11 +370,7 @@ def test_random_weights(small):
     assert any(name.endswith("linear_attn.A_log") for name in specs)
 
 
-@pytest.mark.parametrize(
-    ("num_examples", "num_steps"),
-    [pytest.param(5, 30, marks=pytest.mark.slow), pytest.param(500, 60, marks=pytest.mark.soak)],
-)
-def test_interrupt_machine(num_examples, num_steps):
+@pytest.mark.soak
+def test_interrupt_machine():
     """Runs the machine that models without states have, with few slots for states."""
-    arguments = ("tests.engine.hybrid_machine", num_examples, num_steps)
-    run_python("-W", "ignore", "-m", *arguments, num_devices=1)
+    run_python("-W", "ignore", "-m", "tests.engine.hybrid_machine", 500, 60, num_devices=1)

@@ -111,7 +111,11 @@ def test_a_race_of_a_filtered_real_vocabulary():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spread", [0.3, 2.0, 6.0], ids=["flat", "long-tailed", "peaked"])
+@pytest.mark.parametrize(
+    "spread",
+    [pytest.param(0.3, marks=pytest.mark.soak), 2.0, 6.0],
+    ids=["flat", "long-tailed", "peaked"],
+)
 def test_rounding_errors_change_no_draw(spread):
     """Among 1024 draws from 32,768 tokens, inverting the distribution changes 1 to 3."""
     vocab, count = 32_768, 256

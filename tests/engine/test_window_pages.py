@@ -347,10 +347,7 @@ def test_layers_of_two_shapes_in_two_pools():
     np.testing.assert_array_equal(found[0], found[1])
 
 
-@pytest.mark.parametrize(
-    "num_examples",
-    [pytest.param(8, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.soak)],
-)
-def test_interrupt_machine(num_examples):
+@pytest.mark.soak
+def test_interrupt_machine():
     """Runs the machine that full layers have, on pages of windows."""
-    run_python("-W", "ignore", "-m", "tests.engine.window_machine", num_examples, num_devices=1)
+    run_python("-W", "ignore", "-m", "tests.engine.window_machine", 200, num_devices=1)

@@ -12,7 +12,6 @@ import pytest
 from flax import nnx
 
 from sgljax_engine import InvalidConfigError
-from tests.tiers import tiered
 from tests.training.test_train import check_steps, read_records, train
 from tests.training.tiny import shape_of, write_config
 from tunix_sgljax.checkpoints.lora_settings import read_settings
@@ -59,8 +58,9 @@ def num_bytes(state):
 # ------------------------------------------------------------------ parts
 
 
-@pytest.mark.parametrize("qtype", tiered([None, "int8", "nf4"], ["nf4"], ()))
-@pytest.mark.parametrize("family", tiered(QUANTISED, [], ["qwen3"]))
+@pytest.mark.soak
+@pytest.mark.parametrize("qtype", [None, "int8", "nf4"])
+@pytest.mark.parametrize("family", QUANTISED)
 def test_memory_is_that_of_the_actor(tmp_path, family, qtype):
     model: dict[str, Any] = {
         "actor_model_config__family": family,
