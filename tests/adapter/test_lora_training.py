@@ -54,11 +54,12 @@ def check_follows(cluster):
         assert (max_difference(got, logps) < 1e-4) == is_near
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("offloads", "mode"),
     [
-        pytest.param(False, "adapter", marks=pytest.mark.soak),
-        pytest.param(True, "merged", marks=pytest.mark.soak),
+        (False, "adapter"),
+        (True, "merged"),
     ],
 )
 def test_a_grpo_run(offloads, mode):

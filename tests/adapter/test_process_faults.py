@@ -14,7 +14,6 @@ END_LIMIT_S = 60
 pytestmark = pytest.mark.soak
 
 
-@pytest.mark.soak
 def test_a_tensor_axis_across_processes_is_refused():
     with processes("refuse") as both:
         for each in both:
@@ -26,10 +25,7 @@ def test_a_tensor_axis_across_processes_is_refused():
             assert each.end() == 0, each.log()
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    ("case", "killed"), [("sample", 0), pytest.param("update", 1, marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize(("case", "killed"), [("sample", 0), ("update", 1)])
 def test_a_killed_process_ends_the_other(case, killed):
     """Outside a collective and in one; the coordinator is process 0."""
     with processes(case) as both:
@@ -43,7 +39,6 @@ def test_a_killed_process_ends_the_other(case, killed):
         assert "This most likely indicates that another task died" in other.log()
 
 
-@pytest.mark.soak
 def test_a_process_that_raises_ends_the_other():
     with processes("fail") as both:
         for each in both:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,12 @@ from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.geometry import SMALL
 
 
-def spread(*columns: Sequence[Any], is_main: bool = True, is_rare: bool = False) -> list[Any]:
+def spread(*columns: Sequence[Any], road: Literal["main", "other", "rare"] = "main") -> list[Any]:
     """Combinations that have each value; the slow tier has it once more, in other combinations.
 
-    Both step through all columns together, the slow one with each column shifted by its index. What
-    is not the main road, which users' CPUs take, is a tier lower: slow, and for the soak. What is
-    rare is for the soak alone.
+    Both step through all columns together, the slow one with each column shifted by its index. The
+    main road is what users' CPUs take. Others are a tier lower: slow, and for the soak. Rare ones
+    are for the soak alone.
     """
     rows = range(max(map(len, columns)))
     fast, slow = (
@@ -34,9 +34,8 @@ def spread(*columns: Sequence[Any], is_main: bool = True, is_rare: bool = False)
         for shift in (0, 1)
     )
     others = [row for row in slow if row not in fast]
-    tiers = ((), pytest.mark.slow) if is_main else (pytest.mark.slow, pytest.mark.soak)
-    if is_rare:
-        tiers = pytest.mark.soak, pytest.mark.soak
+    ci, soak = pytest.mark.slow, pytest.mark.soak
+    tiers = {"main": ((), ci), "other": (ci, soak), "rare": (soak, soak)}[road]
     return [
         pytest.param(*row, marks=marks)
         for rows_of_tier, marks in zip((fast, others), tiers, strict=True)

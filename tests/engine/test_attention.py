@@ -35,7 +35,7 @@ SHAPES = (
 
 
 @pytest.mark.parametrize(
-    ("shape", "options", "backend"), spread(SHAPES, [*OPTIONS], [*PORTABLE], is_main=False)
+    ("shape", "options", "backend"), spread(SHAPES, [*OPTIONS], [*PORTABLE], road="other")
 )
 def test_ragged_blocks(backend, options, shape):
     page_size, num_heads, num_kv_heads, num_queries = shape

@@ -114,7 +114,7 @@ def draw(shape: Shape, rng: np.random.Generator, kind: int):
     [
         (SHAPES[0], "kernels"),
         pytest.param(SHAPES[1], "ragged_dot", marks=pytest.mark.slow),
-        *spread(SHAPES, list(WAYS), is_rare=True),
+        *spread(SHAPES, list(WAYS), road="rare"),
     ],
 )
 def test_random_choices_against_a_loop(shape, way):

@@ -92,7 +92,7 @@ def test_products_and_norms(dtype):
 
 @pytest.mark.parametrize(
     ("heads", "has_norms", "dtype"),
-    spread([(4, 2), (20, 3)], [True, False], [jnp.float32, jnp.bfloat16], is_main=False),
+    spread([(4, 2), (20, 3)], [True, False], [jnp.float32, jnp.bfloat16], road="other"),
 )
 def test_heads(heads, has_norms, dtype):
     """Norms and rotary embedding; with pages, what has a slot is written and nothing else."""
@@ -139,7 +139,7 @@ def test_heads(heads, has_norms, dtype):
         [(16, 4, 2, 5, 64), (4, 3, 3, 11, 16), (32, 20, 1, 3, 32)],
         list(ATTENTION_OPTIONS),
         [jnp.float32, jnp.bfloat16],
-        is_main=False,
+        road="other",
     ),
 )
 def test_attention(shape, options, dtype, monkeypatch):

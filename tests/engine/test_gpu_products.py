@@ -52,7 +52,7 @@ def normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 @pytest.mark.parametrize("is_int8", [False, True])
 @pytest.mark.parametrize(
     ("num_tokens", "dtype"),
-    spread([1, 20, MAX_TOKENS - 1], [jnp.float32, jnp.bfloat16], is_main=False),
+    spread([1, 20, MAX_TOKENS - 1], [jnp.float32, jnp.bfloat16], road="other"),
 )
 def test_products(num_tokens, dtype, is_int8):
     check_products(num_tokens, dtype, is_int8, interpret=True)
@@ -150,7 +150,7 @@ def before(case: RaggedCase, *, has_norms: bool) -> tuple[list[jax.Array], Prolo
 
 @pytest.mark.parametrize(
     ("shape", "options", "has_norms", "dtype"),
-    spread(list(SHAPES), list(OPTIONS), [True, False], [jnp.float32, jnp.bfloat16], is_main=False),
+    spread(list(SHAPES), list(OPTIONS), [True, False], [jnp.float32, jnp.bfloat16], road="other"),
 )
 def test_attention_of_projections(shape, options, has_norms, dtype):
     """Outputs, the new keys and values in their pages, and nothing else changed there."""
@@ -177,7 +177,7 @@ def test_attention_of_projections(shape, options, has_norms, dtype):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("quantization", [pytest.param(None, marks=pytest.mark.soak), "int8"])
+@pytest.mark.parametrize("quantization", [None, "int8"])
 def test_engine_with_the_interpreted_kernels(monkeypatch, quantization):
     """Decode through all fused kernels: the tokens of the portable backend."""
     common = {"linear_backend": "xla", "quantization": quantization}

@@ -42,7 +42,7 @@ LONG_CASES = [  # as above, of heads that are unrolled into much code
     [
         *spread(CASES, [16, 1, 5]),
         (LONG_CASES[1], 1),  # the one pair that the next line lacks
-        *spread(LONG_CASES, [1, 16, 5], is_main=False),
+        *spread(LONG_CASES, [1, 16, 5], road="other"),
     ],
 )
 def test_ragged_blocks(case, num_queries):

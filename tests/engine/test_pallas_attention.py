@@ -60,7 +60,7 @@ def lowering_for_a_gpu() -> contextlib.AbstractContextManager[Any]:
     [
         ("decode-tiny-pages", "all"),
         ("prefill-gqa", "window-20"),
-        *spread(list(SHAPES), list(OPTIONS), is_main=False),
+        *spread(list(SHAPES), list(OPTIONS), road="other"),
     ],
 )
 def test_ragged_blocks(shape, options):

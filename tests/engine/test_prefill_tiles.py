@@ -115,7 +115,7 @@ class Prompts:
 
 @pytest.mark.parametrize(
     ("shape", "options"),
-    [("group-of-six", "window-20"), *spread(list(SHAPES), list(OPTIONS), is_main=False)],
+    [("group-of-six", "window-20"), *spread(list(SHAPES), list(OPTIONS), road="other")],
 )
 def test_chunks_of_prompts(shape, options):
     prompts = Prompts(SHAPES[shape], jnp.float32)

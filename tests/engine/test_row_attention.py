@@ -96,7 +96,7 @@ SHAPES = [
 
 @pytest.mark.parametrize(
     ("shape", "options", "lanes"),
-    [((4, 8, 1, 16), "window-70", 8), *spread(SHAPES, list(OPTIONS), [8, 16], is_rare=True)],
+    [((4, 8, 1, 16), "window-70", 8), *spread(SHAPES, list(OPTIONS), [8, 16], road="rare")],
     indirect=["lanes"],
 )
 @pytest.mark.usefixtures("lanes")
@@ -223,7 +223,7 @@ class TestSharing:
     @pytest.mark.usefixtures("lanes")
     @pytest.mark.parametrize(
         ("options", "num_rows", "lanes"),
-        spread(list(OPTIONS), [4, 8, 24], [8, 16], is_rare=True),
+        spread(list(OPTIONS), [4, 8, 24], [8, 16], road="rare"),
         indirect=["lanes"],
     )
     def test_same_bits_as_without(self, options, num_rows):

@@ -102,13 +102,11 @@ native = pytest.mark.skipif(target.unavailable() is not None, reason="no JIT-com
 @pytest.mark.parametrize(
     ("model", "options"),
     [
-        pytest.param(SHARED_KEYS, {}, marks=pytest.mark.soak),
-        pytest.param(TINY_MOE, {"enable_return_routed_experts": True}, marks=pytest.mark.soak),
+        (SHARED_KEYS, {}),
+        (TINY_MOE, {"enable_return_routed_experts": True}),
         (test_window_pages.MODEL, {}),
-        pytest.param(
-            TINY, {"quantization": "int8", "disable_radix_cache": True}, marks=pytest.mark.soak
-        ),
-        pytest.param(TINY, {"dtype": "bfloat16"}, marks=pytest.mark.soak),
+        (TINY, {"quantization": "int8", "disable_radix_cache": True}),
+        (TINY, {"dtype": "bfloat16"}),
     ],
     ids=["shared keys", "experts", "windows", "int8", "bfloat16"],
 )
@@ -286,9 +284,9 @@ def test_nothing_is_compiled_after_warm_up():
 @pytest.mark.parametrize(
     ("backend", "model"),
     [
-        pytest.param("native", test_window_pages.MODEL, marks=pytest.mark.soak),
+        ("native", test_window_pages.MODEL),
         ("native", TINY_MOE),
-        pytest.param("portable", TINY, marks=pytest.mark.soak),
+        ("portable", TINY),
     ],
     ids=["windows", "experts", "portable"],
 )

@@ -23,7 +23,7 @@ from tests.engine.determinism_cases import (
     using,
 )
 from tests.engine.models import spread_weights
-from tests.geometry import CHUNKED, SMALL
+from tests.geometry import RETRACTING, SMALL
 
 
 def plain(asked: Sequence[Asked]) -> list[Asked]:
@@ -34,7 +34,7 @@ def plain(asked: Sequence[Asked]) -> list[Asked]:
 REQUESTS = requests(200, MODEL.vocab_size)
 PLAIN = plain(REQUESTS)
 SHORT = plain(requests(200, MODEL.vocab_size, max_len=155))
-"""They fit the pages of `CHUNKED`, one at a time."""
+"""They fit the pages of `RETRACTING`, one at a time."""
 
 OPTIONS: dict[str, Any] = {**SMALL, "speculation": "always"}
 
@@ -114,7 +114,7 @@ def test_each_drafter(expected, drafter):
 
 @pytest.mark.soak
 @NATIVE
-@pytest.mark.parametrize("num_drafts", [2, pytest.param(30, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("num_drafts", [2, 30])
 def test_each_width(expected, num_drafts):
     """Most drafts of a row, from which the widths of steps follow."""
     counters = run_twice(expected[:20], PLAIN[:20], speculative_num_draft_tokens=num_drafts)
@@ -142,18 +142,11 @@ def test_siblings(backend):
 
 @pytest.mark.soak
 @NATIVE
-@pytest.mark.parametrize(
-    "seed",
-    [
-        pytest.param(1, marks=pytest.mark.slow),
-        *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 8)),
-    ],
-)
+@pytest.mark.parametrize("seed", range(1, 8))
 def test_interruptions(short, seed):
     """Pages run out, then also pauses, updates and sleep; drafts of an older policy are drafts."""
     interrupt = Interrupter(seed, spread_weights(MODEL))
-    pressure = {**CHUNKED, "init_new_token_ratio": 0, "min_new_token_ratio": 0}
-    with make_engine(OPTIONS | pressure) as engine:
+    with make_engine({**OPTIONS, **RETRACTING}) as engine:
         assert differing(run(engine, SHORT, Way({})), short) == []
         assert engine.get_internal_state().counters.num_retractions > 0
         found = run(engine, SHORT, Way({}, splits=2, interrupt=interrupt))

@@ -63,7 +63,7 @@ def _small_chunks(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("shape", "options"), spread([*SHAPES, *PACKED], list(OPTIONS), is_main=False)
+    ("shape", "options"), spread([*SHAPES, *PACKED], list(OPTIONS), road="other")
 )
 def test_reading(shape, options):
     case = case_of({**SHAPES, **PACKED}[shape])
@@ -166,7 +166,7 @@ STEPS = [[0, 16, 3], [70, 3], [0, 0], [21, *[16] * 11, 9]]
         pytest.param("decode-two-heads-a-row", "window-1", marks=pytest.mark.slow),
         pytest.param("prefill-gqa-3", "default", marks=pytest.mark.slow),
         pytest.param("prefill-an-odd-head", "all", marks=pytest.mark.slow),
-        *spread([*SHAPES, *PACKED], list(OPTIONS), is_rare=True),
+        *spread([*SHAPES, *PACKED], list(OPTIONS), road="rare"),
     ],
 )
 def test_writing(shape, options):
@@ -179,7 +179,7 @@ def test_writing(shape, options):
     [
         pytest.param("prefill-gqa-3", "default", marks=pytest.mark.slow),
         pytest.param("prefill-two-heads-a-row", "window-20", marks=pytest.mark.slow),
-        *spread([x for x in SHAPES | PACKED if "prefill" in x], list(OPTIONS), is_rare=True),
+        *spread([x for x in SHAPES | PACKED if "prefill" in x], list(OPTIONS), road="rare"),
     ],
 )
 def test_steps_of_several_blocks(shape, options):

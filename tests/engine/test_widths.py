@@ -91,7 +91,7 @@ def hidden_bits(model: Model, ids: np.ndarray, width: int) -> np.ndarray:
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("config", "dtype"),
-    [(TINY, "bfloat16"), pytest.param(ODD, "float32", marks=pytest.mark.soak)],
+    [(TINY, "bfloat16"), (ODD, "float32")],
 )
 def test_those_that_agree_do(config, dtype):
     """In batches of any size too, down to one token and to a single tile."""

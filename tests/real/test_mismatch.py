@@ -11,7 +11,6 @@ from transformers import AutoTokenizer
 from smollm2_as_qwen2 import as_qwen2
 from tests import lora_models
 from tests.golden import smollm2_texts as texts
-from tests.tiers import tiered
 from tunix_sgljax import mismatch_report
 from tunix_sgljax.lora import LoraMode
 
@@ -39,7 +38,7 @@ def prompts(smollm2):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("mode", tiered(get_args(LoraMode), ("adapter",), ()))
+@pytest.mark.parametrize("mode", get_args(LoraMode))
 def test_mismatch_under_lora(smollm2, prompts, mode):
     """The config is that of examples/grpo_reasoning.py; pairs that were not synced are noticed."""
     from grpo_reasoning import CONFIG
