@@ -583,6 +583,7 @@ class Engine:
         Raises:
             InvalidRequestError: names the argument, its value and its limit.
             EngineStateError: while the engine sleeps or has no weights.
+            NonFiniteLogitsError: names the first token whose logits are NaN or infinite.
         """
         checked, starts = self._requests.check_scored(sequences, temperature, start_lens)
         if not checked:

@@ -100,6 +100,14 @@ class EngineStepError(EngineError, RuntimeError):
     """
 
 
+class NonFiniteLogitsError(EngineStepError):
+    """A request's logits are NaN or infinite: its forward pass overflowed, or the device failed.
+
+    Such logits have no distribution, so no token can be drawn and no log-prob given. Only the
+    requests with such logits fail; the others of their step go on.
+    """
+
+
 class CompileForbiddenError(EngineError, RuntimeError):
     """`forbid_compile` is set and a step needed a program that warm-up did not build.
 

@@ -331,7 +331,8 @@ class RowOutput(NamedTuple):
     """Results of one decode row in one dispatch: lists with one entry per token.
 
     `extra_logprobs` is empty for rows that asked for none. `drafts` has the results of its drafts;
-    None if the dispatch had none.
+    None if the dispatch had none. `is_finite` is False if no further token could be drawn, see
+    `errors.NonFiniteLogitsError`.
     """
 
     token_ids: list[int]
@@ -341,6 +342,7 @@ class RowOutput(NamedTuple):
     stopped: bool
     extra_logprobs: Sequence[TopLogprobs] = ()
     drafts: RowVerified | None = None
+    is_finite: bool = True
 
 
 class StepTimes(NamedTuple):
@@ -396,7 +398,8 @@ class StepChanges(NamedTuple):
     Attributes:
         finished: Requests that the dispatch finished.
         progressed: Requests that decoded in it, finished ones among them.
-        failures: As in `StepOutput`; their requests are finished.
+        failures: Those of `StepOutput`, and of rows that are not finite; their requests are
+            finished.
     """
 
     finished: list[Request]

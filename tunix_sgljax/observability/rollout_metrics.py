@@ -100,6 +100,9 @@ METRICS: Mapping[str, Metric] = {
     "retractions": _total("times that a running request lost its pages", "num_retractions"),
     "aborted": _total("requests that were aborted", "num_aborted"),
     "failed_steps": _total("device steps that failed", "num_failed_steps"),
+    "nonfinite_requests": _total(
+        "requests that failed since their logits were NaN or infinite", "num_nonfinite_requests"
+    ),
     "time_to_first_token_s": Metric(
         "seconds from the call to a request's first token, mean",
         lambda t: _ratio(t.counters.time_to_first_token_s, t.counters.num_first_tokens),

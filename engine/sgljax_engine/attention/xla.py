@@ -114,7 +114,8 @@ def xla_attention(
     window = options.sliding_window
     q_NKRh = _group_queries(q_NQDh, layer, options.scale)
     num_blocks, num_kv_heads, num_rows, head_dim = q_NKRh.shape
-    group = num_rows // q_NQDh.shape[1]
+    num_queries = q_NQDh.shape[1]
+    group = num_rows // num_queries
     count = max(keys_per_step // layer.page_size, 1)
     keys_per_step = count * layer.page_size
     page_table = _pad_tables(tables, count)
@@ -136,7 +137,13 @@ def xla_attention(
             seen &= key_pos[None, None, None] > positions[..., None] - window
         # Memory beyond kv_lens may hold anything, NaN included, and 0 * NaN is NaN.
         v = jnp.where(exists_NS[:, None, :, None], load(layer.v, ids), 0)
-        softmax = softmax.add(q_NKRh, load(layer.k, ids), v, seen, options.logit_softcap)
+        k = load(layer.k, ids)
+        if num_queries > 1:
+            # Nor may a later token that overflowed reach the queries before it: its key is NaN
+            # instead, which masks hide.
+            is_finite = jnp.all(jnp.isfinite(v), axis=-1, keepdims=True)
+            k, v = jnp.where(is_finite, k, jnp.nan), jnp.where(is_finite, v, 0)
+        softmax = softmax.add(q_NKRh, k, v, seen, options.logit_softcap)
         return step + 1, softmax
 
     first = _first_step(tables, window, keys_per_step)

@@ -21,6 +21,7 @@ from sgljax_engine.errors import (
     EngineError,
     EngineStateError,
     EngineStepError,
+    NonFiniteLogitsError,
     forget_locals,
 )
 from sgljax_engine.observability.metrics import EngineState, MemoryReport
@@ -127,7 +128,12 @@ class EngineCore:
             self.stats.stepped(plan, result)
             if self._speculator is not None:
                 self.counters.speculation_saved_s += self._speculator.saved_s(plan, result)
-            self.outputs.publish(self.scheduler.update(plan, result))
+            changes = self.scheduler.update(plan, result)
+            not_finite = [f for f in changes.failures.values() if type(f) is NonFiniteLogitsError]
+            if not_finite:
+                logger.error("%s (%d such requests in this step)", not_finite[0], len(not_finite))
+                self.pool.reset_cache()  # else what a device got wrong once stays in it
+            self.outputs.publish(changes)
         except Exception as error:
             self._start_over("taking the results of a step", error, plan)
 
@@ -271,6 +277,7 @@ class EngineCore:
         self.groups.finish(request, failure)
         if self._speculator is not None:
             self._speculator.finish(request)
+        self.counters.num_nonfinite_requests += isinstance(failure, NonFiniteLogitsError)
         self.stats.finished(request, now_s)
 
     def fail_all(self, error: EngineError) -> None:

@@ -34,6 +34,7 @@ class EngineCounters:
         num_weight_updates: Weight swaps.
         num_sleeps: Times that the engine went to sleep.
         num_failed_steps: Steps that raised.
+        num_nonfinite_requests: Requests, and sequences to score, whose logits were NaN or infinite.
         num_first_tokens: Requests that got their first token.
         time_to_first_token_s: Seconds from the call to the first token, summed over those requests.
         e2e_latency_s: Seconds from the call to the end, summed over all `num_finished`.
@@ -73,6 +74,7 @@ class EngineCounters:
     num_weight_updates: int = 0
     num_sleeps: int = 0
     num_failed_steps: int = 0
+    num_nonfinite_requests: int = 0
     num_first_tokens: int = 0
     time_to_first_token_s: float = 0.0
     e2e_latency_s: float = 0.0

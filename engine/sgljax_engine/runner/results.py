@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from sgljax_engine.errors import EngineError
 from sgljax_engine.runner.programs.forward import DecodeOutput
@@ -87,9 +88,15 @@ class PendingStep(NamedTuple):
 
 
 def row_outputs(result: DecodeOutput, rows: Sequence[Request]) -> list[RowOutput]:
-    """Takes host arrays apart. Row i of them belongs to `rows[i]`; rows behind are padding."""
-    counts = result.num_tokens[: len(rows)].tolist()
-    stopped = result.stopped[: len(rows)].tolist()
+    """Takes host arrays apart. Row i of them belongs to `rows[i]`; rows behind are padding.
+
+    A last token whose log-prob is NaN is no token: its row is not finite.
+    """
+    counts = result.num_tokens[: len(rows)]
+    last = result.logprobs[np.maximum(counts - 1, 0), np.arange(len(rows))]
+    finite = ~(np.isnan(last) & (counts > 0))
+    stopped = (result.stopped[: len(rows)] & finite).tolist()
+    counts = (counts - ~finite).tolist()
     most = max(counts)
     # Whole arrays become lists at once: indexing them row by row costs more than all the rest.
     columns = [
@@ -109,6 +116,7 @@ def row_outputs(result: DecodeOutput, rows: Sequence[Request]) -> list[RowOutput
             processed[:count],
             stopped[row],
             _row_extras(result.extras, row, count, rows[row].logprob_options),
+            is_finite=bool(finite[row]),
         )
         for row, (count, ids, raw, scaled, processed) in enumerate(
             zip(counts, *columns, strict=True)

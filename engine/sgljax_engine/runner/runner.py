@@ -13,7 +13,12 @@ import numpy as np
 
 from sgljax_engine.cache.contiguous_kv import ContiguousShapes
 from sgljax_engine.cache.zeros import MakeZeros, zeros
-from sgljax_engine.errors import EngineError, EngineStepError, forget_locals
+from sgljax_engine.errors import (
+    EngineError,
+    EngineStepError,
+    NonFiniteLogitsError,
+    forget_locals,
+)
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.runner.batches.batch import (
@@ -244,6 +249,9 @@ class ModelRunner:
                 if key not in done:
                     done[key] = self.scorer.score_prompt(request)
                 request.prompt_logprobs = done[key]
+            except NonFiniteLogitsError as error:
+                forget_locals(error)
+                failures[request.rid] = error
             except Exception as error:  # no pages were donated: the step can go on
                 logger.exception("scoring a prompt failed")
                 forget_locals(error)

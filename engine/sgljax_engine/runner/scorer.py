@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import numpy as np
 
+from sgljax_engine.errors import NonFiniteLogitsError
 from sgljax_engine.runner.batches.batch import grow_buckets
 from sgljax_engine.runner.batches.packing import PackedScores, pack_scores
 from sgljax_engine.runner.batches.sampling import build_logprob_batch
@@ -60,7 +61,10 @@ class Scorer:
         temperature: float,
         adapter: int = NO_ADAPTER,
     ) -> list[np.ndarray]:
-        """Log-probs of each sequence's tokens from its start on, one float32 array per sequence."""
+        """Log-probs of each sequence's tokens from its start on, one float32 array per sequence.
+
+        NaN where the logits are NaN or infinite.
+        """
         results: list[np.ndarray] = []
         for packed in self._pack(sequences, starts):
             call = self._call(packed, temperature, adapter=adapter)
@@ -69,7 +73,11 @@ class Scorer:
         return results
 
     def score_prompt(self, request: Request) -> PromptLogprobs:
-        """The prompt log-probs that a request asks for."""
+        """The prompt log-probs that a request asks for.
+
+        Raises:
+            NonFiniteLogitsError: if they are not numbers.
+        """
         ids, options = request.prompt_ids, request.logprob_options
         # The first token has no predecessor.
         head = [None] if options.start_len == 0 else []
@@ -77,7 +85,14 @@ class Scorer:
         batch = build_logprob_batch([request], 1, self._vocab_size)
         scores = jax.device_get(self._run(self._call(packed, 1.0, batch, request.adapter)))
         (slots,) = packed.slots
-        logprobs: list[float | None] = [*head, *scores.logprobs[slots].tolist()]
+        found = scores.logprobs[slots]
+        if np.isnan(found).any():
+            place = int(np.argmax(np.isnan(found))) + max(options.start_len, 1)
+            raise NonFiniteLogitsError(
+                f"request {request.rid} failed: the logits for token {place} of its prompt are "
+                "NaN or infinite"
+            )
+        logprobs: list[float | None] = [*head, *found.tolist()]
         if scores.extras is None:
             return PromptLogprobs(logprobs, [])
         more = [extras_at(scores.extras, (slot,), options) for slot in slots]

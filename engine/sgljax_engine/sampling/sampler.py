@@ -44,7 +44,8 @@ class Sampled(NamedTuple):
     """Shape: all [B].
 
     token: int32.
-    logprob: float32, log softmax(logits)[token]: raw.
+    logprob: float32, log softmax(logits)[token]: raw. NaN for rows that no token can be drawn from:
+        if a logit is NaN or +inf, or all that the row allows are -inf.
     scaled_logprob: float32, log softmax(logits / temperature)[token]; `logprob` when greedy.
     processed_logprob: float32, log-prob of the token in the distribution that it was drawn from,
         after adjustments, temperature and filters; 0 when greedy.
@@ -106,7 +107,10 @@ def sample(
     drawn = tokens.map(lambda args: sampler.draw(args[0], args[1], num_shards), split)
     token, processed = map(tokens.join, drawn)
     found = map_logprobs(tokens, sampler, logits_BV, token, rows.temperature, others)
-    return Sampled(token, found.raw, found.scaled, processed, found.extras)
+    raw = found.raw
+    if adjusted_BV is not None:  # the model's logits may be finite where all allowed ones are not
+        raw = jnp.where(jnp.isfinite(pick(choices_BV, token)), raw, jnp.nan)
+    return Sampled(token, raw, found.scaled, processed, found.extras)
 
 
 def map_logprobs(

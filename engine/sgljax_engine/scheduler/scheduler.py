@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.cache.radix import PrefixHandle
 from sgljax_engine.config import SchedulerConfig
-from sgljax_engine.errors import EngineError
+from sgljax_engine.errors import EngineError, NonFiniteLogitsError
 from sgljax_engine.scheduler.lengths import AnswerLengths
 from sgljax_engine.scheduler.policy import AdmissionPolicy, DispatchPacer
 from sgljax_engine.scheduler.speculator import Speculator
@@ -256,6 +256,7 @@ class Scheduler:
         self._pool.settle()
         for chunk in plan.prefill:
             chunk.request.num_computed = chunk.start + chunk.num_tokens
+        failures = dict(result.failures)
         for request, row in zip(plan.decode, result.rows, strict=True):
             request.output_ids.extend(row.token_ids)
             request.logprobs.extend(row.logprobs)
@@ -264,26 +265,28 @@ class Scheduler:
             request.extra_logprobs.extend(row.extra_logprobs)
             request.token_versions.extend([result.weight_version] * len(row.token_ids))
             request.num_computed += len(row.token_ids)
-            if row.stopped:
+            if not row.is_finite:
+                failures.setdefault(request.rid, _not_finite(request, result.weight_version))
+            elif row.stopped:
                 self.finish(request, FinishReason("stop", matched=request.output_ids[-1]))
             elif request.num_remaining == 0:
                 self.finish(request, FinishReason("length"))
         for request in self.running:
             self._pool.close_window(request)
         finished = [request for request in plan.decode if request.finish is not None]
-        finished += self._finish_failed(plan.started, result.failures)
+        finished += self._finish_failed(plan.touched, failures)
         if plan.decode:
             self.policy.on_decode()
         self.pacer.on_dispatch(plan, result)
         if self._speculator is not None:
             self._speculator.learn(plan, result)
-        return StepChanges(finished, plan.decode, result.failures)
+        return StepChanges(finished, plan.decode, failures)
 
     def _finish_failed(
-        self, started: Iterable[Request], failures: Mapping[str, EngineError]
+        self, touched: Iterable[Request], failures: Mapping[str, EngineError]
     ) -> list[Request]:
         """Finishes and returns failed requests that the dispatch has not finished."""
-        failed = [r for r in started if r.rid in failures and r.finish is None]
+        failed = [r for r in touched if r.rid in failures and r.finish is None]
         for request in failed:
             self.finish(request, FinishReason("error", message=str(failures[request.rid])))
         return failed
@@ -458,6 +461,13 @@ def _take_pages(request: Request) -> None:
     """Clears a request's pages, which the pool has forgotten."""
     request.pages, request.num_computed, request.routed = array("i"), 0, None
     request.state_slot = NO_STATE
+
+
+def _not_finite(request: Request, weight_version: int) -> NonFiniteLogitsError:
+    return NonFiniteLogitsError(
+        f"request {request.rid} failed at output token {len(request.output_ids)}: its logits are "
+        f"NaN or infinite with weight version {weight_version}"
+    )
 
 
 def _begins_stream(decode: Iterable[Request]) -> bool:

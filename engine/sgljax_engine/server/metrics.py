@@ -58,6 +58,10 @@ class _State(Collector):
             "pause_seconds": ("Seconds of pauses.", counters.pause_s),
             "sleeps": ("Times asleep.", counters.num_sleeps),
             "failed_steps": ("Steps that failed.", counters.num_failed_steps),
+            "nonfinite_requests": (
+                "Requests that failed since their logits were NaN or infinite.",
+                counters.num_nonfinite_requests,
+            ),
             "prefill_seconds": ("Seconds of prefill.", counters.prefill_s),
             "decode_seconds": ("Seconds of decode.", counters.decode_s),
         }

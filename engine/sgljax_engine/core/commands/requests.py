@@ -11,7 +11,7 @@ import numpy as np
 
 from sgljax_engine.core.command import Command, PerEngineCommand, Recipients, Task
 from sgljax_engine.core.engine_core import EngineCore
-from sgljax_engine.errors import InvalidRequestError
+from sgljax_engine.errors import InvalidRequestError, NonFiniteLogitsError
 from sgljax_engine.io_struct import AbortReq
 from sgljax_engine.processing.futures import Answer, reject
 from sgljax_engine.types import FinishReason, Request
@@ -191,8 +191,22 @@ class Score(PerEngineCommand):
         """Scores its sequences, in order."""
         core.check_awake()
         slot = core.serving.adapters.find(self.lora)
-        return core.runner.scorer.score(self.sequences, self.starts, self.temperature, slot)
+        found = core.runner.scorer.score(self.sequences, self.starts, self.temperature, slot)
+        core.counters.num_nonfinite_requests += sum(bool(np.isnan(each).any()) for each in found)
+        return found
 
     def combine(self, answers: Sequence[list[np.ndarray]]) -> list[np.ndarray]:
-        """The log-probs of all sequences, in order."""
-        return [each for answer in answers for each in answer]
+        """The log-probs of all sequences, in order.
+
+        Raises:
+            NonFiniteLogitsError: names the first sequence with log-probs that are not numbers.
+        """
+        found = [each for answer in answers for each in answer]
+        for index, (each, start) in enumerate(zip(found, self.starts, strict=True)):
+            if np.isnan(each).any():
+                place = start + int(np.argmax(np.isnan(each)))
+                raise NonFiniteLogitsError(
+                    f"sequences[{index}] cannot be scored: the logits for its token {place} are "
+                    "NaN or infinite"
+                )
+        return found

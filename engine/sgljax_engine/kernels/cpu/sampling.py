@@ -207,7 +207,9 @@ def _total_of(code: Code, sums: Value, row: Value, num_blocks: Value) -> Value:
 
 
 def _log_of(code: Code, value: Value, lanes: int) -> Value:
-    return code.lane(log(code, code.splat(value, lanes)), 0)
+    """The log of a normal number > 0, or NaN, which `log` takes for a number."""
+    found = code.lane(log(code, code.splat(value, lanes)), 0)
+    return code.select(code.float_compare("uno", value, value), value, found)
 
 
 # ---------------------------------------------------------------------- drawing

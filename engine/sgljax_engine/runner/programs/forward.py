@@ -53,8 +53,8 @@ class DecodeOutput(NamedTuple):
 
     Shape: token_ids: [max_steps, B] int32. logprobs, scaled_logprobs, processed_logprobs:
         [max_steps, B] float32; see `sampler.Sampled`. num_tokens: [B] int32. stopped: [B] bool,
-        whether the last token is one of the row's stop ids. extras: Leaves [max_steps, B, ...];
-        None if no row asks for them.
+        whether the last token is one of the row's stop ids, or has a log-prob of NaN. extras:
+        Leaves [max_steps, B, ...]; None if no row asks for them.
     """
 
     token_ids: jax.Array
@@ -221,7 +221,8 @@ def decode(
         )
         if table is not None:
             table = record(table, sampled.token, active)
-        is_stop = active & jnp.any(sampled.token[:, None] == sampling.stop_ids, axis=-1)
+        is_stop = jnp.any(sampled.token[:, None] == sampling.stop_ids, axis=-1)
+        is_stop = active & (is_stop | jnp.isnan(sampled.logprob))
         return _Carry(
             step=step + 1,
             caches=new_caches,

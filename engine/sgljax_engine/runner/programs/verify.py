@@ -242,7 +242,7 @@ class _Run(NamedTuple):
                 functools.partial(self._pass, index, carry, packed),
                 passed,
             )
-        found = self._accept(carry, packed, passed.sampled.token)
+        found = self._accept(carry, packed, passed.sampled)
         caches = tuple(self._with_accepted(layer, found.num_tokens) for layer in passed.caches)
         carry = carry._replace(caches=caches, routed=passed.routed)
         return self.with_drafts(self._after(carry, packed, passed.sampled, found))
@@ -388,15 +388,17 @@ class _Run(NamedTuple):
         shards, sampler = static.num_vocab_shards, static.sampler
         return sample(logits, sampling, offset, adjusted, tokens, shards, sampler, others)
 
-    def _accept(self, carry: _Carry, packed: _Packed, token: jax.Array) -> _Accepted:
+    def _accept(self, carry: _Carry, packed: _Packed, sampled: Sampled) -> _Accepted:
         """Keeps a row's tokens up to the first that its draft differs from, or that ends it."""
         drafts, most = carry.drafts, 1 + carry.drafts.tokens.shape[1]
         places = packed.starts[:, None] + jnp.arange(most, dtype=jnp.int32)[None]
-        tokens = token[jnp.minimum(places, len(token) - 1)]
+        places = jnp.minimum(places, len(sampled.token) - 1)
+        tokens = sampled.token[places]
         number = jnp.arange(most - 1, dtype=jnp.int32)[None]
         right = (tokens[:, :-1] == drafts.tokens) & (number < drafts.counts[:, None])
         num_right = num_leading(right)
         is_stop = jnp.any(tokens[:, :, None] == self.sampling.stop_ids[:, None], axis=2)
+        is_stop |= jnp.isnan(sampled.logprob[places])
         first_stop = jnp.where(jnp.any(is_stop, axis=1), jnp.argmax(is_stop, axis=1), most)
         num_tokens = jnp.minimum(num_right, first_stop.astype(jnp.int32)) + 1
         active = self.is_active(carry)
