@@ -189,7 +189,7 @@ def to_sampling_params(
             **(extra or {}),
             "temperature": config.temperature,
             "top_p": 1.0 if config.top_p is None else config.top_p,
-            "top_k": -1 if config.top_k in (None, 0) else config.top_k,
+            "top_k": config.top_k,
             "max_new_tokens": max_tokens,
             "seed": seed,
             "stop_token_ids": tuple(dict.fromkeys((*stop, *asked.stop_token_ids))),

@@ -219,8 +219,6 @@ class Engine:
         fields = {k: v for k, v in self._generation.items() if k in known and v is not None}
         if self._generation.get("do_sample") is False:
             fields["temperature"] = 0.0
-        if fields.get("top_k") == 0:  # HF's spelling of "all"
-            fields["top_k"] = -1
         return SamplingParams.from_dict(fields)
 
     def get_internal_state(self) -> EngineState:
@@ -699,7 +697,12 @@ class Engine:
     # ------------------------------------------------------------------ sleep
 
     def sleep(
-        self, level: int = 1, preserve_state: bool = False, *, refuse_requests: bool = False
+        self,
+        level: int = 1,
+        preserve_state: bool = False,
+        *,
+        tags: Sequence[SleepTag] | None = None,
+        refuse_requests: bool = False,
     ) -> int:
         """Frees the device memory of weights and KV cache until `wake_up`.
 
@@ -714,22 +717,31 @@ class Engine:
             preserve_state: Keep weights, KV pages in use and the prefix cache on the host, whatever
                 the level; requests then continue without a prefill. Otherwise the KV cache is
                 dropped and started requests are retracted.
+            tags: "weights", "kv_cache" or both; None means both. The weights of a sleeping KV cache
+                can be updated and read, and started requests keep the pages of an awake one.
             refuse_requests: Refuse new requests while the engine sleeps.
 
         Returns:
             Bytes of device memory freed.
 
         Raises:
-            InvalidRequestError: for an unknown level, or a flag that is not a bool.
+            InvalidRequestError: for an unknown level or tag, a level of 2 that leaves the weights
+                awake, or a flag that is not a bool.
             OffloadError: when copying to the host failed; nothing has changed.
         """
-        return self._calls.ask(_sleep_command(level, preserve_state, refuse_requests))
+        return self._calls.ask(_sleep_command(level, preserve_state, tags, refuse_requests))
 
     async def async_sleep(
-        self, level: int = 1, preserve_state: bool = False, *, refuse_requests: bool = False
+        self,
+        level: int = 1,
+        preserve_state: bool = False,
+        *,
+        tags: Sequence[SleepTag] | None = None,
+        refuse_requests: bool = False,
     ) -> int:
         """`sleep` for asyncio; cancelling the task does not undo it."""
-        return await self._calls.async_ask(_sleep_command(level, preserve_state, refuse_requests))
+        command = _sleep_command(level, preserve_state, tags, refuse_requests)
+        return await self._calls.async_ask(command)
 
     def wake_up(self, tags: Sequence[SleepTag] | None = None) -> int:
         """Allocates the memory that `sleep` freed, and restores what was kept.
@@ -1307,11 +1319,14 @@ def _refuse_keywords(unknown: Mapping[str, Any]) -> None:
 
 
 def _sleep_command(
-    level: int, preserve_state: bool, refuse_requests: bool
+    level: int, preserve_state: bool, tags: Any, refuse_requests: bool
 ) -> Callable[[Future[int]], cmd.Sleep]:
     check_level(level)
+    checked = check_tags(tags)
+    if level == 2 and "weights" not in checked:
+        raise InvalidRequestError(f"level must be 1 with tags={tags!r}, got 2: it drops weights")
     _check_flags(preserve_state=preserve_state, refuse_requests=refuse_requests)
-    return functools.partial(cmd.Sleep, level, preserve_state, refuse_requests)
+    return functools.partial(cmd.Sleep, level, preserve_state, checked, refuse_requests)
 
 
 def _save_job(

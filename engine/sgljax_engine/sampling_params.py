@@ -46,7 +46,7 @@ class SamplingParams:
     Attributes:
         n: Number of samples to draw from the prompt; each is a separate output. >= 1.
         temperature: Divides the logits; 0 means greedy. In [0, 1e6].
-        top_k: Keep the k most likely tokens; -1 or None keeps all. -1, None or >= 1.
+        top_k: Keep the k most likely tokens; -1, 0 or None keeps all. -1, None or >= 0.
         top_p: Keep the smallest set of tokens with at least this probability. In (0, 1].
         min_p: Keep tokens at least this fraction as likely as the most likely one. In [0, 1].
         presence_penalty: Subtracted from the logit of each token in the output. In [-2, 2].
@@ -155,8 +155,9 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             checked[name] = _check_number(name, getattr(self, name), -MAX_PENALTY, MAX_PENALTY)
         if self.top_k is not None:
-            note = " (or -1 or None for all)"
-            is_all = not isinstance(self.top_k, float) and self.top_k == -1
+            note = " (or -1, 0 or None for all)"
+            is_all = type(self.top_k) is not bool and not isinstance(self.top_k, float)
+            is_all = is_all and self.top_k in (-1, 0)
             checked["top_k"] = -1 if is_all else _check_int("top_k", self.top_k, low=1, note=note)
         if self.seed is not None:
             checked["seed"] = _check_int("seed", self.seed, low=MIN_SEED, high=MAX_SEED)

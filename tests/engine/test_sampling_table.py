@@ -187,7 +187,7 @@ class TestRows:
     def test_top_k(self, engine):
         assert run(engine, top_k=1).output_ids == run(engine, temperature=0).output_ids
         everything = run(engine).output_ids
-        for value in (-1, None, TINY.vocab_size, 10**6, np.int64(-1), jnp.int32(-1)):
+        for value in (-1, 0, None, TINY.vocab_size, 10**6, np.int64(-1), jnp.int32(0)):
             assert run(engine, top_k=value).output_ids == everything
         assert SamplingParams(top_k=np.int64(-1)).top_k == -1  # type: ignore[arg-type]
 
@@ -492,6 +492,8 @@ class TestRefused:
         ({"presence_penalty": 2.1}, r"presence_penalty must be in \[-2, 2\], got 2.1"),
         ({"frequency_penalty": -2.1}, r"frequency_penalty must be in \[-2, 2\], got -2.1"),
         ({"top_k": -1.0}, "top_k must be an integer .* got -1.0"),
+        ({"top_k": 0.0}, "top_k must be an integer .* got 0.0"),
+        ({"top_k": False}, "top_k must be an integer .* got False"),
         ({"top_k": -2}, "top_k must be >= 1 .* got -2"),
         ({"logit_bias": {5: 101}}, r"logit_bias\[5\] must be in \[-100, 100\], got 101"),
         ({"logit_bias": {-1: 1}}, "logit_bias token id must be >= 0, got -1"),

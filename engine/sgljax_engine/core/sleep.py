@@ -114,17 +114,22 @@ class SleepManager:
         with _copying():
             return self._kv_memory.save_pages(pages, self._window_pages)
 
-    def sleep(self, copies: HostCopies, *, refuses_requests: bool) -> int:
-        """Frees the memory of what is awake; returns the bytes. Cannot fail.
+    def sleep(self, copies: HostCopies, tags: Sequence[SleepTag], *, refuses_requests: bool) -> int:
+        """Frees the memory of what the tags name; returns the bytes. Cannot fail.
 
         Args:
             copies: What `keep` returned.
+            tags: What goes to sleep.
             refuses_requests: See the attribute.
         """
-        freed = self._runner.weights_bytes + self._kv_memory.release()
-        self._runner.swap_weights({})
+        freed = 0
+        if "weights" in tags:
+            freed += self._runner.weights_bytes
+            self._runner.swap_weights({})
+        if "kv_cache" in tags:
+            freed += self._kv_memory.release()
         self._copies = copies
-        self.asleep = SLEEP_TAGS
+        self.asleep = tuple(tag for tag in SLEEP_TAGS if tag in (*tags, *self.asleep))
         self.refuses_requests = refuses_requests
         return freed
 

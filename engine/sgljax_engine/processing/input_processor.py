@@ -291,12 +291,16 @@ class RequestFactory:
         """Checks lengths and stop ids against the engine's limits; returns the stop ids."""
         limits = self.limits
         total = len(ids) + max(1, params.max_new_tokens or 0)  # to prefill alone takes one too
-        if len(ids) >= limits.max_model_len:
+        num_new = params.max_new_tokens
+        if len(ids) == limits.max_model_len and num_new == 0:
+            pass  # what it generates unseen is written nowhere
+        elif len(ids) >= limits.max_model_len:
+            less, most = ("", 0) if num_new == 0 else (" - 1", 1)
             raise InvalidRequestError(
-                f"the prompt has {len(ids)} tokens, the limit is max_model_len - 1 = "
-                f"{limits.max_model_len - 1}"
+                f"the prompt has {len(ids)} tokens, the limit is max_model_len{less} = "
+                f"{limits.max_model_len - most}"
             )
-        if total > limits.max_model_len:
+        elif total > limits.max_model_len:
             raise InvalidRequestError(
                 f"prompt ({len(ids)}) plus max_new_tokens ({params.max_new_tokens}) is {total} "
                 f"tokens, the limit is max_model_len = {limits.max_model_len}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
@@ -41,6 +41,8 @@ class Body(BaseModel):
         foreign: Fields of other servers, by name. They are left out where they ask for nothing.
         empty_is_null: Own fields for which an empty text is null.
         nested: Own fields that a client may take for fields of this body, and where they are.
+        only: Own fields with few of the values that other servers take: these values, and why only
+            these.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -48,6 +50,7 @@ class Body(BaseModel):
     foreign: ClassVar[Mapping[str, ForeignField]] = {}
     empty_is_null: ClassVar[frozenset[str]] = frozenset()
     nested: ClassVar[Mapping[str, str]] = {}
+    only: ClassVar[Mapping[str, tuple[Sequence[str], str]]] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -60,6 +63,9 @@ class Body(BaseModel):
         own = cls.model_fields.get(name)
         if own is not None:
             is_null = value is None or (value == "" and name in cls.empty_is_null)
+            values, why = cls.only.get(name, (None, ""))
+            if values is not None and not is_null and value not in values:
+                raise _not_supported(name, value, f"{why}; use {' or '.join(map(repr, values))}")
             return own.is_required() or not is_null
         foreign = cls.foreign.get(name)
         if foreign is None:
@@ -68,11 +74,7 @@ class Body(BaseModel):
             )
         if foreign.asks_for_nothing(value):
             return False
-        raise PydanticCustomError(
-            FOREIGN_FIELD,
-            "is not supported: {instead}",
-            {"name": name, "value": value, "instead": foreign.instead},
-        )
+        raise _not_supported(name, value, foreign.instead)
 
     @classmethod
     def _hint(cls, name: str) -> str:
@@ -82,6 +84,11 @@ class Body(BaseModel):
             return ""
         near = difflib.get_close_matches(name, cls.model_fields, n=1)
         return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _not_supported(name: str, value: Any, instead: str) -> PydanticCustomError:
+    context = {"name": name, "value": value, "instead": instead}
+    return PydanticCustomError(FOREIGN_FIELD, "is not supported: {instead}", context)
 
 
 class SamplingFields(Body):

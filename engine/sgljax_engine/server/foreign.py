@@ -11,8 +11,9 @@ from types import MappingProxyType
 
 from sgljax_engine import FOREIGN_FIELDS, ForeignField, foreign_fields
 
-_NO_GRAMMAR = "constrained decoding is not implemented"
-_TEXT_ONLY = "the model takes text only"
+NO_GRAMMAR = "constrained decoding is not implemented"
+TEXT_ONLY = "the model takes text only"
+NO_FORCED_CALL = "the model cannot be made to call a tool"
 _NO_ROUTER = "it steers a cluster of engines, and this is one"
 _NO_CACHE_KEY = "the prefix cache is shared by all requests"
 _NO_PRIORITY = "the engine's option schedule_policy says in which order requests start"
@@ -49,7 +50,7 @@ SAMPLING: Mapping[str, ForeignField] = MappingProxyType(
 GENERATE = foreign_fields(
     (
         (
-            _TEXT_ONLY,
+            TEXT_ONLY,
             "image_data video_data audio_data modalities mm_hashes mm_content_hashes "
             "use_audio_in_video video_config max_dynamic_patch min_dynamic_patch "
             "image_max_dynamic_patch video_max_dynamic_patch images_config "
@@ -95,7 +96,7 @@ _BOTH = (
     ("draw n samples and choose among them", "best_of"),
     ("beam search is not implemented", "use_beam_search length_penalty beam_width"),
     (
-        _NO_GRAMMAR,
+        NO_GRAMMAR,
         "structured_outputs guided_json guided_regex guided_choice guided_grammar "
         "guided_decoding_backend guided_whitespace_pattern structural_tag json_schema regex ebnf",
     ),
@@ -123,7 +124,7 @@ _BOTH = (
     ),
     ("the engine's option stream_interval sets it for all requests", "stream_interval"),
     (
-        _TEXT_ONLY,
+        TEXT_ONLY,
         "mm_processor_kwargs return_mm_kwargs use_audio_in_video max_dynamic_patch "
         "min_dynamic_patch",
     ),
@@ -137,7 +138,7 @@ COMPLETION = foreign_fields(
     (
         *_BOTH,
         ("the model continues its prompt and fills no gap", "suffix"),
-        (_NO_GRAMMAR, "response_format"),
+        (NO_GRAMMAR, "response_format"),
         ("use prompt", "prompt_embeds input_embeds"),
         ("use echo and logprobs", "prompt_logprobs"),
         ("use max_tokens", "max_completion_tokens"),
@@ -150,7 +151,7 @@ COMPLETION = foreign_fields(
 CHAT = foreign_fields(
     (
         *_BOTH,
-        (_TEXT_ONLY, "audio modalities media_io_kwargs"),
+        (TEXT_ONLY, "audio modalities media_io_kwargs"),
         ("use tools", "functions function_call web_search_options"),
         ("replies are not kept", "store"),
         ("all requests are served alike", "service_tier"),
@@ -174,6 +175,11 @@ CHAT = foreign_fields(
 )
 """Foreign fields of `/v1/chat/completions`."""
 
+RESPONSE_FORMAT = foreign_fields(
+    ((NO_GRAMMAR, "json_schema schema grammar structures triggers format"),), _NEUTRAL
+)
+"""Foreign fields of `response_format`."""
+
 STREAM_OPTIONS = foreign_fields(
     (
         ("usage comes at the end, with include_usage", "continuous_usage_stats"),
@@ -195,7 +201,14 @@ MESSAGE = foreign_fields(
 """Foreign fields of a message. Clients send back what the reply of any server had."""
 
 TEXT_PART = foreign_fields(
-    (("the prefix cache decides", "cache_control prompt_cache_breakpoint"),), _NEUTRAL
+    (
+        ("the prefix cache decides", "cache_control prompt_cache_breakpoint"),
+        (
+            TEXT_ONLY,
+            "image_url image image_embeds input_audio audio_url audio video_url video file",
+        ),
+    ),
+    _NEUTRAL,
 )
 """Foreign fields of a part of a message's content."""
 
@@ -212,7 +225,7 @@ TOKENIZE = foreign_fields(
     (
         ("use /detokenize", "return_token_strs"),
         (_TEMPLATE, "chat_template"),
-        (_TEXT_ONLY, "media_io_kwargs mm_processor_kwargs"),
+        (TEXT_ONLY, "media_io_kwargs mm_processor_kwargs"),
     ),
     _NEUTRAL,
 )

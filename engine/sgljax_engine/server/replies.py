@@ -29,6 +29,8 @@ VERSION_HEADER = "x-weight-version"
 
 RETRY_AFTER_S = 1
 
+_VERY_UNLIKELY = -9999.0
+
 _SEND_TIMEOUT_S = 60.0
 """Seconds for a client to take what it was sent; one that reads nothing is taken for gone."""
 
@@ -263,20 +265,26 @@ def _is_type(part: Any) -> bool:
 
 
 def to_json(value: Any) -> str:
-    """Compact JSON; ASCII, so that no text can break it. A number that is not finite is null."""
+    """Compact JSON; ASCII, so that no text can break it.
+
+    A log-prob of -inf is -9999.0, OpenAI's number for what is very unlikely.
+
+    Raises:
+        ValueError: for NaN and infinity, which no reply may hold.
+    """
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False)
     except ValueError:
-        return json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
+        return json.dumps(_bounded(value), separators=(",", ":"), allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
+def _bounded(value: Any) -> Any:
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return _VERY_UNLIKELY if value == -math.inf else value
     if isinstance(value, Mapping):
-        return {name: _finite(each) for name, each in value.items()}
+        return {name: _bounded(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
+        return [_bounded(each) for each in value]
     return value
 
 

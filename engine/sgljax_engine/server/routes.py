@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Coroutine
-from typing import Any, ClassVar, Literal, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
@@ -18,6 +18,7 @@ from sgljax_engine.server.context import ServerContext
 from sgljax_engine.server.json_body import read_body
 from sgljax_engine.server.limits import SMALL_BYTES
 from sgljax_engine.server.replies import OPENAI_WORDS, HTTPError
+from sgljax_engine.server.unread import Reads
 
 _JSON_TYPE = re.compile(r"application/(?:[\w.+-]+\+)?json")
 
@@ -28,10 +29,13 @@ class OpenRoute(APIRoute):
     Attributes:
         key: Name of the key that opens it, a field of `ServerConfig`; None opens it to all.
         uses_openai_words: Whether its errors name OpenAI's fields.
+        takes_anything: Whether query parameters and bodies that nothing reads are let pass: health
+            checks of load balancers may carry some.
     """
 
     key: ClassVar[Literal["api_key", "admin_key"] | None] = None
     uses_openai_words: ClassVar[bool] = False
+    takes_anything: ClassVar[bool] = True
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Checks the key, then reads the body, and only then lets the endpoint see the request."""
@@ -44,15 +48,26 @@ class OpenRoute(APIRoute):
             await super().handle(scope, replay, send)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's handler behind a reader that parses and checks large bodies on a thread."""
+        """FastAPI's handler behind a reader that parses and checks large bodies on a thread.
+
+        What the endpoint does not read is refused by name.
+        """
         answer = super().get_route_handler()
-        hints = get_type_hints(self.endpoint, include_extras=True)
-        if "body" not in hints:
+        if self.takes_anything:
             return answer
-        kind: TypeAdapter[Any] = TypeAdapter(hints["body"])
+        hints = get_type_hints(self.endpoint, include_extras=True)
+        reads = Reads(
+            query={f.alias: _holds_list(hints[f.name]) for f in self.dependant.query_params},
+            body=_fields_of(hints.get("body")),
+        )
+        kind: TypeAdapter[Any] | None = TypeAdapter(hints["body"]) if "body" in hints else None
 
         async def read_and_answer(request: Request) -> Response:
+            reads.check_query(request.query_params)
             body = await request.body()
+            if kind is None:
+                reads.check_no_body(body)
+                return await answer(request)
             if not body:  # an optional one, or FastAPI says that it is missing
                 return await answer(request)
             _check_is_json(request.headers.get("content-type"))
@@ -80,6 +95,18 @@ class _ReadRequest(Request):
         return self._value
 
 
+def _holds_list(hint: Any) -> bool:
+    return hint is list or get_origin(hint) is list or any(map(_holds_list, get_args(hint)))
+
+
+def _fields_of(hint: Any) -> frozenset[str]:
+    """Names of the fields of a body; none without one."""
+    kinds = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type)]
+    return frozenset(
+        name for kind in kinds if issubclass(kind, BaseModel) for name in kind.model_fields
+    )
+
+
 def _check_is_json(content_type: str | None) -> None:
     # Other types are what a page of another site could send without asking.
     kind = (content_type or "").partition(";")[0].strip().lower()
@@ -92,6 +119,7 @@ class DataRoute(OpenRoute):
     """A route that generates or reads."""
 
     key = "api_key"
+    takes_anything = False
 
 
 class OpenAIRoute(DataRoute):
@@ -104,3 +132,4 @@ class AdminRoute(OpenRoute):
     """A route that controls the engine."""
 
     key = "admin_key"
+    takes_anything = False

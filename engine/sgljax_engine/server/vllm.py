@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request
 from pydantic import Field, model_validator
 from starlette.responses import PlainTextResponse, Response
 
-from sgljax_engine import Engine, ForeignField, InvalidRequestError
+from sgljax_engine import Engine, EngineStateError, ForeignField, InvalidRequestError
 from sgljax_engine.server.context import ServerContext
 from sgljax_engine.server.fields import Body, TokenIds
 from sgljax_engine.server.foreign import TOKENIZE
@@ -58,9 +58,10 @@ def sleep_routes(context: ServerContext) -> APIRouter:
     async def sleep(
         level: Annotated[Literal["1", "2"], Query()] = "1",
         preserve_state: Annotated[bool, Query()] = False,
+        tags: Annotated[list[Literal["weights", "kv_cache"]] | None, Query()] = None,
     ) -> Response:
-        """Frees the memory of weights and KV cache; see `Engine.sleep`."""
-        await engine.async_sleep(int(level), preserve_state)
+        """Frees memory, of all or of what the tags name; see `Engine.sleep`."""
+        await engine.async_sleep(int(level), preserve_state, tags=tags)
         return Response()
 
     @router.post("/wake_up")
@@ -70,6 +71,35 @@ def sleep_routes(context: ServerContext) -> APIRouter:
         """Takes memory again, of all or of what the tags name."""
         await engine.async_wake_up(tags)
         return Response()
+
+    @router.post("/pause")
+    async def pause(
+        mode: Annotated[Literal["abort", "wait", "keep"] | None, Query()] = None,
+        wait_for_inflight_requests: Annotated[bool, Query()] = False,
+        clear_cache: Annotated[bool, Query()] = True,
+    ) -> dict[str, str]:
+        """Pauses generation; see `Engine.pause_generation`. Modes and defaults are vLLM's.
+
+        "keep" is in_place, and keeps the prefix cache too.
+        """
+        if wait_for_inflight_requests and mode not in (None, "wait"):
+            raise InvalidRequestError(
+                f"wait_for_inflight_requests=true means mode=wait, got mode={mode}"
+            )
+        if wait_for_inflight_requests:
+            mode = "wait"
+        await engine.async_pause_generation("in_place" if mode == "keep" else mode or "abort")
+        if clear_cache and mode != "keep":
+            flushed = await engine.async_flush_cache()
+            if not flushed.success:  # another caller has continued generation
+                raise EngineStateError(f"the cache was not cleared: {flushed.error_msg}")
+        return {"status": "paused"}
+
+    @router.post("/resume")
+    async def resume() -> dict[str, str]:
+        """Continues generation."""
+        await engine.async_continue_generation()
+        return {"status": "resumed"}
 
     return router
 
@@ -82,6 +112,11 @@ def read_routes(context: ServerContext) -> APIRouter:
     async def is_sleeping() -> dict[str, bool]:
         """Whether weights or KV cache sleep."""
         return {"is_sleeping": engine.is_sleeping()}
+
+    @router.get("/is_paused")
+    async def is_paused() -> dict[str, bool]:
+        """Whether generation is paused."""
+        return {"is_paused": (await engine.async_get_internal_state()).is_paused}
 
     @router.post("/tokenize")
     async def tokenize(body: Tokenize, request: Request) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from sgljax_engine.core.engine_core import EngineCore
 from sgljax_engine.core.sleep import HostCopies
 from sgljax_engine.core.transaction import GroupCommand
 from sgljax_engine.errors import EngineStateError
-from sgljax_engine.io_struct import SLEEP_TAGS, SleepTag
+from sgljax_engine.io_struct import SleepTag
 
 logger = logging.getLogger(__name__)
 
@@ -27,20 +27,22 @@ class Sleep(GroupCommand):
     Attributes:
         level: 1 keeps the weights on the host, 2 gives them up.
         preserve_state: Keep weights, KV pages and prefix cache on the host, whatever the level.
+        tags: What goes to sleep.
         refuse_requests: Refuse new requests; else they wait.
         future: Gets the bytes.
     """
 
     level: int
     preserve_state: bool
+    tags: tuple[SleepTag, ...]
     refuse_requests: bool
     future: Future[int]
 
     def prepare(self, core: EngineCore) -> tuple[float, HostCopies] | None:
-        """Makes the copies to keep; None if everything sleeps already."""
+        """Makes the copies to keep; None if all of it sleeps already."""
         manager, serving = core.sleep_manager, core.serving
-        if manager.asleep == SLEEP_TAGS:
-            logger.warning("sleep: the engine sleeps already; nothing was changed")
+        if not set(self.tags) - set(manager.asleep):
+            logger.warning("sleep: %s sleeps already; nothing was changed", list(self.tags))
             return None
         started_s = time.perf_counter()
         keeps_all = self.preserve_state
@@ -51,7 +53,8 @@ class Sleep(GroupCommand):
                 "before, or sleep with level=1"
             )
         core.runner.kv_memory.wait()
-        return started_s, manager.keep(weights=keeps_all or self.level == 1, pages=keeps_all)
+        weights = "weights" in self.tags and (keeps_all or self.level == 1)
+        return started_s, manager.keep(weights=weights, pages="kv_cache" in self.tags and keeps_all)
 
     def commit(self, core: EngineCore, prepared: tuple[float, HostCopies] | None) -> int:
         """Frees the devices' memory; returns the bytes."""
@@ -59,11 +62,13 @@ class Sleep(GroupCommand):
             return 0
         started_s, copies = prepared
         manager = core.sleep_manager
-        if not self.preserve_state and "kv_cache" not in manager.asleep:
+        new = set(self.tags) - set(manager.asleep)
+        if not self.preserve_state and "kv_cache" in new:
             core.retract_all()
             core.pool.reset_cache()
-        core.serving.forget_unmade_digest()
-        num_bytes = manager.sleep(copies, refuses_requests=self.refuse_requests)
+        if "weights" in new:
+            core.serving.forget_unmade_digest()
+        num_bytes = manager.sleep(copies, self.tags, refuses_requests=self.refuse_requests)
         core.counters.num_sleeps += 1
         core.counters.sleep_s += time.perf_counter() - started_s
         core.recorder.begin("asleep", {"level": self.level})

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from sgljax_engine import ForeignField, InvalidRequestError
 from sgljax_engine.server.fields import Body, TokenIds
-from sgljax_engine.server.foreign import MESSAGE, TEXT_PART, TOOL, TOOL_CALL
+from sgljax_engine.server.foreign import MESSAGE, TEXT_ONLY, TEXT_PART, TOOL, TOOL_CALL
 from sgljax_engine.server.openai.calls import read_json
 
 
@@ -17,6 +17,7 @@ class TextPart(Body):
     """A part of a message; of OpenAI's kinds only text."""
 
     foreign: ClassVar[Mapping[str, ForeignField]] = TEXT_PART
+    only: ClassVar[Mapping[str, tuple[Sequence[str], str]]] = {"type": (("text",), TEXT_ONLY)}
 
     type: Literal["text"]
     text: str

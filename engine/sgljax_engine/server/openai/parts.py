@@ -123,13 +123,12 @@ def request_params(
     """
     given = {**body.given(), **(text_options or {})}
     limit = engine.max_new_tokens(num_prompt_tokens)
-    if limit < 1:
-        longest = limit + num_prompt_tokens - 1
+    least = 0 if max_tokens == 0 else 1
+    if limit < least:
+        longest = limit + num_prompt_tokens - least
         raise InvalidRequestError(
             f"the prompt has {num_prompt_tokens} tokens, the limit is {longest}"
         )
-    if given.get("top_k") == 0:  # vLLM's other spelling of all tokens
-        given["top_k"] = -1
     min_tokens = body.min_tokens or 0
     if max_tokens is None:
         wanted = limit if default_tokens is None else max(default_tokens, min_tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -16,7 +16,14 @@ from sgljax_engine.server.fields import (
     Texts,
     TokenIds,
 )
-from sgljax_engine.server.foreign import CHAT, COMPLETION, STREAM_OPTIONS
+from sgljax_engine.server.foreign import (
+    CHAT,
+    COMPLETION,
+    NO_FORCED_CALL,
+    NO_GRAMMAR,
+    RESPONSE_FORMAT,
+    STREAM_OPTIONS,
+)
 from sgljax_engine.server.openai.messages import Message, Tool
 
 
@@ -30,6 +37,9 @@ class StreamOptions(Body):
 
 class ResponseFormat(Body):
     """The only format there is."""
+
+    foreign: ClassVar[Mapping[str, ForeignField]] = RESPONSE_FORMAT
+    only: ClassVar[Mapping[str, tuple[Sequence[str], str]]] = {"type": (("text",), NO_GRAMMAR)}
 
     type: Literal["text"]
 
@@ -81,6 +91,9 @@ class ChatRequest(OpenAIRequest):
     """Body of `/v1/chat/completions`."""
 
     foreign: ClassVar[Mapping[str, ForeignField]] = CHAT
+    only: ClassVar[Mapping[str, tuple[Sequence[str], str]]] = {
+        "tool_choice": (("none", "auto"), NO_FORCED_CALL)
+    }
 
     messages: Annotated[list[Message], FirstErrorOnly()] = Field(
         min_length=1, description="the conversation; content is text or parts of text"

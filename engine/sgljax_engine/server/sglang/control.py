@@ -104,14 +104,9 @@ def control_routes(context: ServerContext) -> APIRouter:
 
     @router.post("/release_memory_occupation")
     async def release_memory_occupation(body: MemoryOccupation | None = None) -> dict[str, Any]:
-        """Frees the memory of weights and KV cache; the weights are kept on the host."""
+        """Frees memory, of all or of what the tags name; the weights are kept on the host."""
         tags = None if body is None else body.tags
-        if tags is not None and set(tags) != {"weights", "kv_cache"}:
-            raise InvalidRequestError(
-                f"tags must be none or both of 'weights' and 'kv_cache', got {tags!r}; "
-                "/resume_memory_occupation wakes them one by one"
-            )
-        return {"status": "ok", "num_bytes": await engine.async_sleep(1)}
+        return {"status": "ok", "num_bytes": await engine.async_sleep(1, tags=tags)}
 
     @router.post("/resume_memory_occupation")
     async def resume_memory_occupation(body: MemoryOccupation | None = None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from sgljax_engine import Engine, InvalidRequestError, SamplingParams
 from sgljax_engine.server.context import ServerContext, TokenTexts
 from sgljax_engine.server.fields import default_params, sampling_params
 from sgljax_engine.server.generation import Job, PieceStream, new_rids
+from sgljax_engine.server.openai.models import check_model
 from sgljax_engine.server.prepared import prepared, written
 from sgljax_engine.server.replies import DONE, EventStream, event, reply
 from sgljax_engine.server.routes import DataRoute
@@ -27,6 +28,7 @@ def generate_routes(context: ServerContext) -> APIRouter:
     @router.post("/generate")
     async def generate(body: GenerateReqInput, request: Request) -> Response:
         """Generates from text or token ids; see `Engine.generate`."""
+        await check_model(context, body.model)
         job, is_single = await prepared(request, context, lambda: _job(context, body))
         texts = context.token_texts if body.return_text_in_logprobs else None
         if body.stream:
@@ -101,9 +103,17 @@ def _job(context: ServerContext, body: GenerateReqInput) -> tuple[Job, bool]:
             "top_logprobs_num": body.top_logprobs_num,
             "token_ids_logprob": body.token_ids_logprob,
         },
-        lora=_each("lora_path", body.lora_path or context.config.lora, len(prompts)),
+        lora=_each("lora_path", _adapter(context, body), len(prompts)),
     )
     return job, is_single and params[0].n == 1
+
+
+def _adapter(context: ServerContext, body: GenerateReqInput) -> Any:
+    """The adapter of all prompts, or of each; `model` names one too."""
+    named = None if body.model == context.config.model_name else body.model
+    if named is not None and body.lora_path not in (None, named):
+        raise InvalidRequestError(f"model={named!r} contradicts lora_path={body.lora_path!r}")
+    return body.lora_path or named or context.config.lora
 
 
 def _has_logprobs(body: GenerateReqInput) -> bool:

@@ -53,7 +53,7 @@ class GenerateReqInput(Body):
     """Body of `/generate`."""
 
     foreign: ClassVar[Mapping[str, ForeignField]] = GENERATE
-    empty_is_null: ClassVar[frozenset[str]] = frozenset({"rid", "lora_path"})
+    empty_is_null: ClassVar[frozenset[str]] = frozenset({"model", "rid", "lora_path"})
     nested: ClassVar[Mapping[str, str]] = dict.fromkeys(
         SGLangSampling.model_fields, "sampling_params"
     )
@@ -90,6 +90,9 @@ class GenerateReqInput(Body):
         "with log-probs, which must not be repeated, and else false, as SGLang does",
     )
     lora_path: str | list[str | None] | None = Field(None, description="name of a loaded adapter")
+    model: str | None = Field(
+        None, description="the model's name, or a loaded adapter's, as sglang-router sends it"
+    )
 
 
 class PauseGeneration(Body):
