@@ -236,6 +236,7 @@ def test_exported_names():
         "MemoryReport",
         "MoEConfig",
         "ModelConfig",
+        "NonFiniteLogitsError",
         "OffloadError",
         "ParallelConfig",
         "PauseGenerationReqInput",

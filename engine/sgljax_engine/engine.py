@@ -717,8 +717,8 @@ class Engine:
             preserve_state: Keep weights, KV pages in use and the prefix cache on the host, whatever
                 the level; requests then continue without a prefill. Otherwise the KV cache is
                 dropped and started requests are retracted.
-            tags: "weights", "kv_cache" or both; None means both. The weights of a sleeping KV cache
-                can be updated and read, and started requests keep the pages of an awake one.
+            tags: "weights", "kv_cache" or both; None means both. Started requests keep the pages of
+                a KV cache that stays awake.
             refuse_requests: Refuse new requests while the engine sleeps.
 
         Returns:

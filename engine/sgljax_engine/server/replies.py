@@ -111,6 +111,7 @@ OPENAI_WORDS = "sgljax_engine.openai_words"
 """Key of a request's scope: whether its errors name OpenAI's fields."""
 
 _OPENAI_WORDS = {
+    "template_options": "chat_template_kwargs",
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "top_logprobs_num": "top_logprobs",

@@ -19,7 +19,7 @@ from sgljax_engine.server.openai.messages import Message, Tool, template_message
 from sgljax_engine.server.openai.models import check_model
 from sgljax_engine.server.openai.template import generation_prompt, template_options
 from sgljax_engine.server.prepared import prepared
-from sgljax_engine.server.routes import AdminRoute, DataRoute
+from sgljax_engine.server.routes import AdminRoute, OpenAIRoute
 
 
 class Tokenize(Body):
@@ -105,8 +105,8 @@ def sleep_routes(context: ServerContext) -> APIRouter:
 
 
 def read_routes(context: ServerContext) -> APIRouter:
-    """Routes of the data key."""
-    router, engine = APIRouter(route_class=DataRoute), context.engine
+    """Routes of the data key, whose fields have OpenAI's names."""
+    router, engine = APIRouter(route_class=OpenAIRoute), context.engine
 
     @router.get("/is_sleeping")
     async def is_sleeping() -> dict[str, bool]:
