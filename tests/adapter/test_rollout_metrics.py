@@ -15,7 +15,7 @@ from tunix.rl.rl_cluster import RLCluster, Role
 from tunix.rl.utils import create_critic_model
 from tunix.sft.metrics_logger import MetricsLoggerOptions
 
-from sgljax_engine import EngineCounters, InvalidConfigError
+from sgljax_engine import EngineCounters, InvalidConfigError, NonFiniteLogitsError
 from tests import tunix_reference as ref
 from tests.adapter import agentic_parts
 from tests.adapter.grpo_parts import (
@@ -29,6 +29,7 @@ from tests.adapter.grpo_parts import (
     one_device_mesh,
     reward,
 )
+from tests.adapter.helpers import tokens_of
 from tests.event_files import read_scalars
 from tests.geometry import SMALL
 from tunix_sgljax import SglJaxRollout
@@ -218,6 +219,22 @@ def test_metrics_of_drafts():
         "accepted_ngram": 4,
         "speculation_saved_s": 0.5,
     }
+
+
+def test_a_rollout_whose_logits_overflow(make_rollout):
+    """Its caller gets the error, and the step's metrics the number of requests."""
+    model = ref.make_tunix_qwen3(MODEL)
+    mlp = model.layers[0].mlp
+    for projection in (mlp.gate_proj, mlp.up_proj):
+        projection.kernel.value = projection.kernel.value * 1e20
+    rollout = make_rollout(model)
+    before = rollout.observers.totals()
+    with pytest.raises(NonFiniteLogitsError, match="at output token 0: its logits are NaN"):
+        tokens_of(rollout, [[5, 6, 7], [8, 9]])
+    assert rollout.engine.get_internal_state().running_batch_size == 0
+    values = step_metrics(before, rollout.observers.totals())
+    assert values["nonfinite_requests"] == 2.0
+    assert values["failed_steps"] == 0.0
 
 
 def test_the_documentation_has_every_metric():

@@ -36,6 +36,7 @@ from sgljax_engine import (
     EngineStepError,
     InvalidConfigError,
     InvalidRequestError,
+    NonFiniteLogitsError,
     OffloadError,
     SamplingParams,
     UnsupportedModelError,
@@ -324,6 +325,14 @@ def delete_one(engine: Engine) -> None:
     next(iter(inside.runner(engine).weights.values())).delete()
 
 
+def overflow(engine: Engine) -> None:
+    """Gives the engine finite weights that no activation is finite with."""
+    weights = spread_weights()
+    for name in ("gate_proj", "up_proj"):
+        weights[f"model.layers.0.mlp.{name}.weight"] *= 1e20
+    engine.update_weights(weights)
+
+
 def sleep_deeply(engine: Engine) -> None:
     engine.sleep(level=2)
     engine.wake_up()
@@ -463,6 +472,8 @@ TABLE = [Row(*row) for row in (
     ("not_warm", lambda p: p.engine.generate(**ONE, sampling_params={"repetition_penalty": 1.1}),
      CompileForbiddenError),
     ("failed_step", without_weights(lambda e: e.generate(**ONE), delete_one), EngineStepError),
+    ("nonfinite_logits", without_weights(lambda e: e.generate(**ONE), overflow),
+     NonFiniteLogitsError),
     ("shut_down", ended, EngineShutdownError),
     # ---- pauses and sleep
     ("kv_in_use", while_held(lambda e: e.release_kv_cache()), EngineStateError),

@@ -13,7 +13,7 @@ from sgljax_engine.core.engine_core import EngineCore
 from sgljax_engine.core.sleep import HostCopies
 from sgljax_engine.core.transaction import GroupCommand
 from sgljax_engine.errors import EngineStateError
-from sgljax_engine.io_struct import SleepTag
+from sgljax_engine.io_struct import SLEEP_TAGS, SleepTag
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,8 @@ class Sleep(GroupCommand):
         """Makes the copies to keep; None if all of it sleeps already."""
         manager, serving = core.sleep_manager, core.serving
         if not set(self.tags) - set(manager.asleep):
-            logger.warning("sleep: %s sleeps already; nothing was changed", list(self.tags))
+            what = "the engine" if self.tags == SLEEP_TAGS else list(self.tags)
+            logger.warning("sleep: %s sleeps already; nothing was changed", what)
             return None
         started_s = time.perf_counter()
         keeps_all = self.preserve_state
