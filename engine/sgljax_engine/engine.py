@@ -57,17 +57,14 @@ from sgljax_engine.observability.metrics import EngineState
 from sgljax_engine.observability.progress import EngineProgress, ProgressListener
 from sgljax_engine.observability.trace import MAX_EVENTS, Recording
 from sgljax_engine.outputs import RequestOutput
+from sgljax_engine.processing.any_tokenizer import take_tokenizer
 from sgljax_engine.processing.bounded_text import check_length, check_text
 from sgljax_engine.processing.conversation import conversation_ids
 from sgljax_engine.processing.futures import Answer
 from sgljax_engine.processing.input_processor import LogprobArgs, RequestFactory
 from sgljax_engine.processing.seeds import SeedSource
-from sgljax_engine.processing.tokenizer import (
-    DecodeOptions,
-    Tokenizer,
-    load_tokenizer,
-    wrap_tokenizer,
-)
+from sgljax_engine.processing.tokenizer import DecodeOptions, Tokenizer
+from sgljax_engine.processing.tokenizer_folder import load_tokenizer
 from sgljax_engine.sampling_params import SamplingParams
 from sgljax_engine.types import Request
 from sgljax_engine.weights.hf_json import read_generation_config
@@ -153,7 +150,7 @@ class Engine:
         self._returns_routed = config.cache.enable_return_routed_experts
         self._generation = read_generation_config(model_path) if model_path is not None else {}
         if tokenizer is not None:
-            tokenizer = wrap_tokenizer(tokenizer)
+            tokenizer = take_tokenizer(tokenizer)
         elif model_path is not None:
             tokenizer = load_tokenizer(model_path)
         build = functools.partial(
