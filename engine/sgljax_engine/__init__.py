@@ -77,6 +77,8 @@ if TYPE_CHECKING:
     from sgljax_engine.models.registry import load_model_config, model_config_from_hf
     from sgljax_engine.models.weight_rules import hf_rules, logical_rules
     from sgljax_engine.preview import EnginePreview, preview_engine
+    from sgljax_engine.processing.tokenizer_check import find_tokenizer_difference
+    from sgljax_engine.processing.tokenizer_folder import load_hf_tokenizer
     from sgljax_engine.weights.controllers import localize
     from sgljax_engine.weights.hf_files import (
         HfTensor,
@@ -101,9 +103,11 @@ _LAZY = {
     "Rule": "sgljax_engine.weights.rules",
     "WeightFiles": "sgljax_engine.weights.hf_layout",
     "WeightRule": "sgljax_engine.weights.rules",
+    "find_tokenizer_difference": "sgljax_engine.processing.tokenizer_check",
     "find_weight_files": "sgljax_engine.weights.hf_layout",
     "flatten_named": "sgljax_engine.weights.rules",
     "hf_rules": "sgljax_engine.models.weight_rules",
+    "load_hf_tokenizer": "sgljax_engine.processing.tokenizer_folder",
     "load_model_config": "sgljax_engine.models.registry",
     "localize": "sgljax_engine.weights.controllers",
     "logical_rules": "sgljax_engine.models.weight_rules",
@@ -179,10 +183,12 @@ __all__ = [
     "WeightSyncError",
     "WeightsLostError",
     "derive_seed",
+    "find_tokenizer_difference",
     "find_weight_files",
     "flatten_named",
     "foreign_fields",
     "hf_rules",
+    "load_hf_tokenizer",
     "load_model_config",
     "localize",
     "logical_rules",

@@ -57,20 +57,17 @@ from sgljax_engine.observability.metrics import EngineState
 from sgljax_engine.observability.progress import EngineProgress, ProgressListener
 from sgljax_engine.observability.trace import MAX_EVENTS, Recording
 from sgljax_engine.outputs import RequestOutput
+from sgljax_engine.processing.any_tokenizer import take_tokenizer
 from sgljax_engine.processing.bounded_text import check_length, check_text
 from sgljax_engine.processing.conversation import conversation_ids
 from sgljax_engine.processing.futures import Answer
+from sgljax_engine.processing.generation_defaults import read_generation_defaults
 from sgljax_engine.processing.input_processor import LogprobArgs, RequestFactory
 from sgljax_engine.processing.seeds import SeedSource
-from sgljax_engine.processing.tokenizer import (
-    DecodeOptions,
-    Tokenizer,
-    load_tokenizer,
-    wrap_tokenizer,
-)
+from sgljax_engine.processing.tokenizer import DecodeOptions, Tokenizer
+from sgljax_engine.processing.tokenizer_folder import load_tokenizer
 from sgljax_engine.sampling_params import SamplingParams
 from sgljax_engine.types import Request
-from sgljax_engine.weights.hf_json import read_generation_config
 from sgljax_engine.weights.rules import WeightRule, WeightSource, check_rules
 from sgljax_engine.weights.staged import StagedWeights
 
@@ -151,11 +148,15 @@ class Engine:
         self._model = model_config
         self._checks_finite = config.runtime.check_finite
         self._returns_routed = config.cache.enable_return_routed_experts
-        self._generation = read_generation_config(model_path) if model_path is not None else {}
         if tokenizer is not None:
-            tokenizer = wrap_tokenizer(tokenizer)
+            tokenizer = take_tokenizer(tokenizer)
         elif model_path is not None:
             tokenizer = load_tokenizer(model_path)
+        self._defaults = SamplingParams()
+        if model_path is not None:
+            self._defaults = read_generation_defaults(
+                model_path, model_config, has_tokenizer=tokenizer is not None
+            )
         build = functools.partial(
             group.build_group,
             model=model_config,
@@ -211,15 +212,11 @@ class Engine:
         return self._group.weight_version
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Sampling parameters from the model's generation_config.json.
+        """Sampling parameters from the model's generation_config.json, read at the start.
 
         Missing fields, or a missing file, get vLLM's defaults.
         """
-        known = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens"}
-        fields = {k: v for k, v in self._generation.items() if k in known and v is not None}
-        if self._generation.get("do_sample") is False:
-            fields["temperature"] = 0.0
-        return SamplingParams.from_dict(fields)
+        return self._defaults
 
     def get_internal_state(self) -> EngineState:
         """Queue sizes, free KV tokens and counters, read between two dispatches."""

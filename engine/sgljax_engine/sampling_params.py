@@ -261,6 +261,30 @@ class SamplingParams:
                 given[name] = value
         return cls(**given)
 
+    def override(self, given: Mapping[str, Any]) -> SamplingParams:
+        """The parameters of a request whose client was promised these as defaults.
+
+        A default is never why a request fails: it gives way to the fields that are given.
+
+        Args:
+            given: Values by name; None means the default here.
+
+        Raises:
+            InvalidRequestError: as `from_dict`.
+        """
+        given = {name: value for name, value in given.items() if value is not None}
+        base = dataclasses.asdict(self)
+        most, least = given.get("max_new_tokens"), given.get("min_new_tokens")
+        if isinstance(most, int) and least is None:
+            base["min_new_tokens"] = min(base["min_new_tokens"], max(most, 0))
+        if isinstance(least, int) and most is None and base["max_new_tokens"] is not None:
+            base["max_new_tokens"] = max(base["max_new_tokens"], least)
+        if given.get("detokenize") is False:
+            base["stop"] = ()
+        if "allowed_token_ids" in given:
+            base["bad_token_ids"] = ()
+        return SamplingParams.from_dict(base | given)
+
     def to_dict(self) -> dict[str, Any]:
         """All fields as a dict that `from_dict` accepts."""
         return dataclasses.asdict(self)

@@ -6,12 +6,9 @@ import pytest
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 from sgljax_engine import InvalidRequestError
-from sgljax_engine.processing.tokenizer import (
-    DecodeOptions,
-    TunixHFTokenizer,
-    TunixTokenizer,
-    wrap_tokenizer,
-)
+from sgljax_engine.processing.any_tokenizer import wrap_tokenizer
+from sgljax_engine.processing.tokenizer import DecodeOptions
+from sgljax_engine.processing.tunix_tokenizer import TunixHFTokenizer, TunixTokenizer
 from tests import tunix_reference as ref
 from tests.adapter.helpers import new_rollout, rollout_config, tokens_of
 from tests.engine import small_tokenizers

@@ -16,11 +16,12 @@ import pytest
 from sgljax_engine import Engine, EngineConfig, model_config_from_hf, preview_engine
 from sgljax_engine.models.registry import get_model
 from tests.engine.small_tokenizers import GOLDEN
+from tests.folders.tokenizer_cases import PUBLISHED
 from tunix_sgljax.cli import doctor_checks as checks
 from tunix_sgljax.cli import doctor_facts
 from tunix_sgljax.cli.doctor import describe
 from tunix_sgljax.cli.doctor_checks import Finding
-from tunix_sgljax.cli.doctor_facts import Cache, Device, Facts, Model
+from tunix_sgljax.cli.doctor_facts import Cache, Device, Facts, Model, TokenizerFolder
 from tunix_sgljax.cli.main import main
 from tunix_sgljax.maxtext.requirements import WHEELS
 
@@ -51,6 +52,10 @@ GPU = dataclasses.replace(SOUND, accelerators=frozenset({"gpu"}))
 def with_model(**changes):
     assert SOUND.model is not None
     return dataclasses.replace(SOUND, model=dataclasses.replace(SOUND.model, **changes))
+
+
+def with_tokenizer(**facts):
+    return dataclasses.replace(SOUND, tokenizers=(TokenizerFolder("folder", **facts),))
 
 
 def with_versions(**changes):
@@ -306,6 +311,20 @@ CASES: list[tuple[Callable[[Facts], Iterator[Finding]], Facts, str, str, str]] =
         "there is no chat template",
         "chat_template.jinja",
     ),
+    (
+        checks.check_tokenizer_files,
+        with_tokenizer(problem="cannot read tokenizer.json"),
+        "problem",
+        "the tokenizer cannot be loaded: cannot read tokenizer.json",
+        "again",
+    ),
+    (
+        checks.check_tokenizer_files,
+        with_tokenizer(difference="it reads 'a' as [1], X as [2]"),
+        "note",
+        "wrongly, and the engine as it should: it reads 'a' as [1], X as [2]",
+        "load_hf_tokenizer",
+    ),
 ]
 
 
@@ -475,6 +494,18 @@ def test_missing_files_of_a_folder(facts_here, tmp_path, capsys):
     assert "fix: download the folder again" in text
     assert f"An engine for {folder} would use" in text, "config.json is enough to plan"
     assert doctor("--model", folder, "--engine", "page_size=0") == 2
+
+
+def test_a_tokenizer_that_transformers_reads_wrongly(facts_here, tmp_path, capsys):
+    folder = PUBLISHED["llama2"].build("llama2").write(tmp_path)
+    assert doctor("--tokenizer", folder) == 0
+    assert f"it should: {folder}/tokenizer.json has another normalizer" in capsys.readouterr().out
+    (folder / "tokenizer.json").write_text("{}")
+    assert doctor("--tokenizer", folder) == 1
+    assert f"the tokenizer cannot be loaded: cannot read the tokenizer of {folder}" in (
+        capsys.readouterr().out
+    )
+    assert doctor("--tokenizer", folder / "none") == 2
 
 
 def test_a_model_that_does_not_fit(facts_here, capsys):

@@ -56,10 +56,10 @@ from sgljax_engine.core.checkpoint_writer import load_checkpoint
 from sgljax_engine.io_struct import PauseGenerationReqInput
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.placement.submeshes import check_divides, place
+from sgljax_engine.processing.any_tokenizer import wrap_tokenizer
 from sgljax_engine.processing.conversation import conversation_ids
 from sgljax_engine.processing.input_processor import Limits, LogprobArgs, RequestFactory
 from sgljax_engine.processing.seeds import SeedSource
-from sgljax_engine.processing.tokenizer import wrap_tokenizer
 from sgljax_engine.weights.apply import apply
 from sgljax_engine.weights.plan import WeightPlanner
 from sgljax_engine.weights.rules import check_rules

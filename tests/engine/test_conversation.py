@@ -9,8 +9,8 @@ from transformers import AutoTokenizer
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 from sgljax_engine import InvalidRequestError
+from sgljax_engine.processing.any_tokenizer import wrap_tokenizer
 from sgljax_engine.processing.conversation import conversation_ids
-from sgljax_engine.processing.tokenizer import wrap_tokenizer
 from tests.engine.small_tokenizers import GOLDEN
 
 HF = AutoTokenizer.from_pretrained(GOLDEN / "qwen3_gqa_tied")

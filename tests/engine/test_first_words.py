@@ -78,7 +78,7 @@ def test_an_empty_source_is_refused_in_a_screenful(engine):
 def test_a_tokenizer_comes_without_advice_to_install_pytorch():
     """It is the first line on the screen otherwise, and nothing here uses PyTorch."""
     code = (
-        "import sys; from sgljax_engine.processing.tokenizer import load_tokenizer; "
+        "import sys; from sgljax_engine.processing.tokenizer_folder import load_tokenizer; "
         "load_tokenizer(sys.argv[1])"
     )
     command = [sys.executable, "-c", code, str(FOLDER)]

@@ -10,9 +10,10 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from sgljax_engine.errors import InvalidRequestError
+from sgljax_engine.processing.any_tokenizer import wrap_tokenizer
 from sgljax_engine.processing.detokenizer import Detokenizer
 from sgljax_engine.processing.incremental_text import StopMatch, TextStream
-from sgljax_engine.processing.tokenizer import DEFAULT_DECODE_OPTIONS, DecodeOptions, wrap_tokenizer
+from sgljax_engine.processing.tokenizer import DEFAULT_DECODE_OPTIONS, DecodeOptions
 from sgljax_engine.sampling_params import SamplingParams
 from sgljax_engine.types import FinishReason, Request
 from tests.engine import small_tokenizers

@@ -10,14 +10,11 @@ from tokenizers import processors
 from transformers.tokenization_utils_sentencepiece import SentencePieceBackend
 
 from sgljax_engine import Engine, EngineError, InvalidConfigError, InvalidRequestError
-from sgljax_engine.processing.tokenizer import (
-    DecodeOptions,
-    HFTokenizer,
-    SentencePieceTokenizer,
-    TunixTokenizer,
-    load_tokenizer,
-    wrap_tokenizer,
-)
+from sgljax_engine.processing.any_tokenizer import wrap_tokenizer
+from sgljax_engine.processing.hf_tokenizer import HFTokenizer
+from sgljax_engine.processing.tokenizer import DecodeOptions
+from sgljax_engine.processing.tokenizer_folder import load_tokenizer
+from sgljax_engine.processing.tunix_tokenizer import SentencePieceTokenizer, TunixTokenizer
 from tests.engine import small_tokenizers
 from tests.engine.models import TINY, spread_weights
 from tests.engine.small_tokenizers import CharTokenizer

@@ -11,8 +11,8 @@ import numpy as np
 import openai
 import pytest
 
+from sgljax_engine.processing.hf_tokenizer import HFTokenizer
 from sgljax_engine.processing.incremental_text import TextStream
-from sgljax_engine.processing.tokenizer import HFTokenizer
 from sgljax_engine.server.openai.calls import Call
 from sgljax_engine.server.openai.tools import TOOL_FORMATS
 from tests.golden import smollm2_texts as texts

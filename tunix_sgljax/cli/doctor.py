@@ -7,6 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sgljax_engine import InvalidConfigError
 from tunix_sgljax.cli.engine_options import add_engine_options, engine_config, model_folder
 from tunix_sgljax.cli.output import emit
 from tunix_sgljax.cli.topologies import (
@@ -25,6 +26,7 @@ SUMMARY = "Say what is installed, what will be used, and what is wrong."
 EXAMPLES = """examples:
   tunix-sgljax doctor
   tunix-sgljax doctor --model path/to/Qwen3-0.6B --engine dtype=bfloat16
+  tunix-sgljax doctor --tokenizer path/to/DeepSeek-R1-Distill-Llama-8B
   tunix-sgljax doctor --model qwen3-8b --topology v5e:2x4 --engine max_model_len=4096
   tunix-sgljax doctor --config configs/qwen3_8b_pathways.yaml --topology v6e:2x4
 
@@ -40,6 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="look at this Hugging Face folder too; with --topology also a name that Tunix knows",
     )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="FOLDER",
+        help="say whether transformers reads this folder's tokenizer as its tokenizer.json says "
+        "(asked of --model too)",
+    )
     add_target_options(parser, is_required=False)
     add_engine_options(parser)
 
@@ -47,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Writes the report; returns 1 if there is a problem."""
     from tunix_sgljax.cli.doctor_checks import find_all
-    from tunix_sgljax.cli.doctor_facts import find_accelerators, gather
+    from tunix_sgljax.cli.doctor_facts import find_accelerators, gather, look_at_tokenizer
 
     check_target_options(args)
     config, is_here, folder = engine_config(args), args.topology is None, None
@@ -58,9 +66,19 @@ def run(args: argparse.Namespace) -> int:
     facts = gather(folder, config, has_preview=is_here)
     if not is_here:
         facts = dataclasses.replace(facts, **_look_there(args), topology=args.topology)
+    paths = [] if args.tokenizer is None else [_tokenizer_folder(args.tokenizer)]
+    if folder is not None and facts.model is not None and facts.model.tokenizer_size:
+        paths.append(folder)
+    facts = dataclasses.replace(facts, tokenizers=tuple(map(look_at_tokenizer, paths)))
     findings = find_all(facts)
     emit("\n".join([*describe(facts), "", *list_findings(findings)]))
     return 1 if any(finding.level == "problem" for finding in findings) else 0
+
+
+def _tokenizer_folder(path: str) -> Path:
+    if not Path(path).is_dir():
+        raise InvalidConfigError(f"--tokenizer must be a folder, got {path!r}")
+    return Path(path)
 
 
 def _look_there(args: argparse.Namespace) -> dict[str, Any]:

@@ -239,6 +239,23 @@ def check_tokenizer(facts: Facts) -> Findings:
         )
 
 
+def check_tokenizer_files(facts: Facts) -> Findings:
+    """Tokenizers that are asked about can be loaded, by transformers alone too."""
+    for folder in facts.tokenizers:
+        if folder.problem is not None:
+            yield _problem(
+                f"the tokenizer cannot be loaded: {folder.problem}",
+                "copy the tokenizer's files from the original model again",
+            )
+        if folder.difference is not None:
+            yield _note(
+                f"transformers reads this tokenizer wrongly, and the engine as it should: "
+                f"{folder.difference}",
+                "give a rollout sgljax_engine.load_hf_tokenizer(folder), not AutoTokenizer's; "
+                "newer releases of transformers read more tokenizers right",
+            )
+
+
 CHECKS: tuple[Callable[[Facts], Findings], ...] = (
     check_requirements,
     check_jax_starts,
@@ -251,6 +268,7 @@ CHECKS: tuple[Callable[[Facts], Findings], ...] = (
     check_model,
     check_dtype,
     check_tokenizer,
+    check_tokenizer_files,
 )
 
 

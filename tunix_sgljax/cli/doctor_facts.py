@@ -85,6 +85,18 @@ class Model:
     tokenizer_size: int = 0
 
 
+class TokenizerFolder(NamedTuple):
+    """A tokenizer's folder.
+
+    `problem` is why it cannot be loaded, `difference` where transformers alone reads it otherwise
+    than its tokenizer.json says.
+    """
+
+    path: str
+    problem: str | None = None
+    difference: str | None = None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
     """Input of all checks.
@@ -99,6 +111,7 @@ class Facts:
         is_example: Whether the preview is for Qwen3-0.6B's shape instead of a user's model.
         topology: Devices that the preview is for instead of this machine's.
         title: The model's name there; "" if the preview is for this machine.
+        tokenizers: The model's folder and that of `--tokenizer`, if given.
     """
 
     python: str
@@ -119,6 +132,7 @@ class Facts:
     topology: str | None = None
     title: str = ""
     model: Model | None = None
+    tokenizers: tuple[TokenizerFolder, ...] = ()
 
     @property
     def is_pathways(self) -> bool:
@@ -245,7 +259,13 @@ def look_at_cache(path: Path) -> Cache:
 
 def look_at_model(folder: Path) -> Model:
     """Reads a folder's config, the names of its weights, and its tokenizer."""
-    from sgljax_engine import EngineError, load_model_config, read_hf_tensors
+    from sgljax_engine import (
+        EngineError,
+        InvalidConfigError,
+        load_hf_tokenizer,
+        load_model_config,
+        read_hf_tensors,
+    )
 
     known: dict[str, Any] = {"path": str(folder)}
     try:
@@ -257,13 +277,29 @@ def look_at_model(folder: Path) -> Model:
     if not any((folder / name).exists() for name in _TOKENIZER_FILES):
         return Model(**known)
     known["has_tokenizer"] = True
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder))
-    except Exception as error:  # whatever transformers raises for a broken file
-        return Model(**known, tokenizer_problem=f"{type(error).__name__}: {error}")
+        tokenizer = load_hf_tokenizer(folder)
+    except InvalidConfigError as error:
+        return Model(**known, tokenizer_problem=str(error))
     eos = {*config.eos_token_ids} | {tokenizer.eos_token_id} - {None}
     known |= {"eos_ids": tuple(sorted(eos)), "tokenizer_size": len(tokenizer)}
     has_template = tokenizer.chat_template is not None
     return Model(**known, has_chat_template=has_template, pad_id=tokenizer.pad_token_id)
+
+
+def look_at_tokenizer(folder: Path) -> TokenizerFolder:
+    """Loads a tokenizer as the engine does and as transformers alone, and compares."""
+    from transformers import AutoTokenizer
+
+    from sgljax_engine import InvalidConfigError, find_tokenizer_difference, load_hf_tokenizer
+
+    path = str(folder)
+    try:
+        load_hf_tokenizer(folder)
+    except InvalidConfigError as error:
+        return TokenizerFolder(path, problem=str(error))
+    try:
+        difference = find_tokenizer_difference(AutoTokenizer.from_pretrained(path))
+    except Exception as error:  # whatever transformers raises for a file
+        difference = f"AutoTokenizer raises {type(error).__name__}: {error}"
+    return TokenizerFolder(path, difference=difference)

@@ -146,16 +146,17 @@ class _Job:
         return request
 
     def _params(self, prompt: Prompt, input_ids: Sequence[int] | None) -> SamplingParams:
-        defaults = dataclasses.asdict(self.engine.get_default_sampling_params())
+        defaults = self.engine.get_default_sampling_params()
+        given = {**self.sampling, **prompt.sampling}
         if prompt.messages is not None:  # as `Engine.chat`
-            defaults["decode_behind_prompt"] = False
-        if defaults["max_new_tokens"] is not None:
+            given.setdefault("decode_behind_prompt", False)
+        if defaults.max_new_tokens is not None and given.get("max_new_tokens") is None:
             # Nobody asked for the folder's number: it is cut to what fits.
             ids = self.engine.tokenize(prompt.text or "") if input_ids is None else input_ids
             num_ids = len(ids) if isinstance(ids, list) else 0  # the engine refuses what is none
             limit = max(1, self.engine.max_new_tokens(num_ids))
-            defaults["max_new_tokens"] = min(defaults["max_new_tokens"], limit)
-        return SamplingParams.from_dict({**defaults, **self.sampling, **prompt.sampling})
+            given["max_new_tokens"] = min(defaults.max_new_tokens, limit)
+        return defaults.override(given)
 
 
 def stream_one(job: _Job, prompt: Prompt, summary: Summary) -> None:

@@ -20,6 +20,7 @@ from sgljax_engine import (
     ModelConfig,
     WeightLoadError,
     find_weight_files,
+    load_hf_tokenizer,
     load_model_config,
     read_safetensors,
 )
@@ -328,11 +329,9 @@ def load_tokenizer(config: TrainConfig) -> TokenizerAdapter:
 
 
 def _read_tokenizer(folder: str | None) -> Any:
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
+        return load_hf_tokenizer(str(folder))
+    except InvalidConfigError as error:
         raise InvalidConfigError(
             f"tokenizer_path {folder} holds no tokenizer: {str(error).splitlines()[0]}"
         ) from None

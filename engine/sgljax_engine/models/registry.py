@@ -10,9 +10,8 @@ from typing import Any
 from sgljax_engine.errors import UnsupportedModelError
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models import gemma, gemma4, llama, qwen, qwen_hybrid
-from sgljax_engine.models.hf import as_ids
 from sgljax_engine.models.spec import ModelDefinition
-from sgljax_engine.weights.hf_json import read_generation_config, read_json
+from sgljax_engine.weights.hf_json import read_end_ids, read_json
 
 MODELS: dict[str, ModelDefinition] = {
     "Gemma2ForCausalLM": gemma.GEMMA2,
@@ -63,5 +62,5 @@ def load_model_config(folder: str | Path) -> ModelConfig:
         InvalidConfigError: for a file that cannot be read, or a missing or wrong field.
     """
     model = model_config_from_hf(read_json(Path(folder) / "config.json"))
-    eos = read_generation_config(folder).get("eos_token_id")
-    return model if eos is None else dataclasses.replace(model, eos_token_ids=as_ids(eos))
+    eos = read_end_ids(folder)
+    return model if eos is None else dataclasses.replace(model, eos_token_ids=eos)

@@ -284,8 +284,9 @@ class RequestFactory:
         if wanted is None:
             wanted = max(DEFAULT_MAX_NEW_TOKENS, params.min_new_tokens)
         room = min(self.limits.max_model_len, self.limits.max_kv_tokens + 1) - len(ids)
-        # Without any room the checks that follow say so.
-        return dataclasses.replace(params, max_new_tokens=max(1, min(wanted, room)))
+        most = max(1, min(wanted, room))  # without any room the checks that follow say so
+        least = min(params.min_new_tokens, most) if is_default else params.min_new_tokens
+        return dataclasses.replace(params, max_new_tokens=most, min_new_tokens=least)
 
     def _check_request(self, ids: list[int], params: SamplingParams) -> tuple[int, ...]:
         """Checks lengths and stop ids against the engine's limits; returns the stop ids."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
@@ -127,7 +126,7 @@ def default_params(engine: Engine, num_prompt_tokens: int) -> SamplingParams:
     if params.max_new_tokens is None:
         return params
     limit = max(1, engine.max_new_tokens(num_prompt_tokens))  # the engine refuses the prompt
-    return dataclasses.replace(params, max_new_tokens=min(params.max_new_tokens, limit))
+    return params.override({"max_new_tokens": min(params.max_new_tokens, limit)})
 
 
 def sampling_params(defaults: SamplingParams | None, given: dict[str, Any]) -> SamplingParams:
@@ -136,5 +135,4 @@ def sampling_params(defaults: SamplingParams | None, given: dict[str, Any]) -> S
     Raises:
         InvalidRequestError: names the field, its value and its limit.
     """
-    base = {} if defaults is None else dataclasses.asdict(defaults)
-    return SamplingParams.from_dict(base | given)
+    return (defaults or SamplingParams()).override(given)

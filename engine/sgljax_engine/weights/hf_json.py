@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sgljax_engine.errors import InvalidConfigError, WeightLoadError
+from sgljax_engine.sampling_params import MAX_STOP_TOKEN_IDS
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -46,3 +47,22 @@ def read_generation_config(folder: str | Path) -> dict[str, Any]:
     """The contents of a model folder's generation_config.json; {} when there is none."""
     path = Path(folder) / "generation_config.json"
     return read_json(path) if path.exists() else {}
+
+
+def read_end_ids(folder: str | Path) -> tuple[int, ...] | None:
+    """`eos_token_id` of a folder's generation_config.json, one id or a list; None without it.
+
+    Raises:
+        InvalidConfigError: names the file and the value: all that is not ids, or more than a
+            request can have.
+    """
+    value = read_generation_config(folder).get("eos_token_id")
+    if value is None:
+        return None
+    ids = tuple(value) if isinstance(value, list) else (value,)
+    if not all(type(each) is int for each in ids) or len(ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidConfigError(
+            f"{Path(folder) / 'generation_config.json'}: eos_token_id must be a token id or a list "
+            f"of at most {MAX_STOP_TOKEN_IDS}, got {value!r}"
+        )
+    return ids

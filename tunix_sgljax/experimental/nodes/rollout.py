@@ -8,14 +8,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import AutoTokenizer
 from tunix.experimental.worker.rollout_worker import (  # pyright: ignore[reportMissingImports]
     RolloutConfig,
 )
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl.agentic.parser.chat_template_parser import parser as chat_parsers
 
-from sgljax_engine import InvalidConfigError
+from sgljax_engine import InvalidConfigError, load_hf_tokenizer
 from tunix_sgljax import SglJaxRollout
 from tunix_sgljax.experimental import SglJaxRolloutWorker, SglJaxSampler
 from tunix_sgljax.experimental.nodes import serving
@@ -72,7 +71,7 @@ def make_worker(args: argparse.Namespace) -> SglJaxRolloutWorker:
         InvalidConfigError: for a wrong argument.
     """
     mesh = serving.make_mesh(args)
-    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_path or args.model_dir)
+    tokenizer = load_hf_tokenizer(args.tokenizer_path or args.model_dir)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     config = RolloutConfig(

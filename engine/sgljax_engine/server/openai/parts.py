@@ -129,9 +129,8 @@ def request_params(
         raise InvalidRequestError(
             f"the prompt has {num_prompt_tokens} tokens, the limit is {longest}"
         )
-    min_tokens = body.min_tokens or 0
     if max_tokens is None:
-        wanted = limit if default_tokens is None else max(default_tokens, min_tokens)
+        wanted = limit if default_tokens is None else max(default_tokens, body.min_tokens or 0)
         max_tokens = min(limit, wanted)
-    given |= {"max_new_tokens": max_tokens, "min_new_tokens": min_tokens}
+    given |= {"max_new_tokens": max_tokens, "min_new_tokens": body.min_tokens}
     return sampling_params(engine.get_default_sampling_params(), given)
