@@ -62,13 +62,13 @@ def make(weights: dict[str, np.ndarray], model: ModelConfig = TINY, **options: A
 
 
 def answers(
-    engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], **more: Any
-) -> list[RequestOutput | BaseException]:
-    """The output or the error of each prompt, each with a call of its own."""
+    engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+) -> list[Any]:
+    """The `RequestOutput` or the error of each prompt, each with a call of its own."""
 
     async def ask() -> list[Any]:
         calls = (
-            engine.async_generate_requests([ids], each, **more)
+            engine.async_generate_requests([ids], each)
             for ids, each in zip(prompts, params, strict=True)
         )
         found = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), LIMIT_S)

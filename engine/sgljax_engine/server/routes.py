@@ -60,14 +60,19 @@ class OpenRoute(APIRoute):
             query={f.alias: _holds_list(hints[f.name]) for f in self.dependant.query_params},
             body=_fields_of(hints.get("body")),
         )
-        kind: TypeAdapter[Any] | None = TypeAdapter(hints["body"]) if "body" in hints else None
+
+        async def answer_without(request: Request) -> Response:
+            reads.check_query(request.query_params)
+            reads.check_no_body(await request.body())
+            return await answer(request)
+
+        if "body" not in hints:
+            return answer_without
+        kind: TypeAdapter[Any] = TypeAdapter(hints["body"])
 
         async def read_and_answer(request: Request) -> Response:
             reads.check_query(request.query_params)
             body = await request.body()
-            if kind is None:
-                reads.check_no_body(body)
-                return await answer(request)
             if not body:  # an optional one, or FastAPI says that it is missing
                 return await answer(request)
             _check_is_json(request.headers.get("content-type"))
