@@ -50,9 +50,15 @@ def probabilities(model: Any, contents: dict[str, Any]) -> np.ndarray:
 
 def main() -> None:
     """Writes the file beside this one."""
-    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 8, "intermediate_size": 8}
     model = LlamaForCausalLM(
-        LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
+        LlamaConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            num_key_value_heads=1,
+        )
     )
     probs = np.stack([probabilities(model, contents) for contents in honoured()])
     path = Path(__file__).with_name("generation_goldens.npz")

@@ -98,7 +98,7 @@ def test_each_such_field_alone(read):
 
 def test_a_file_as_transformers_saves_it_is_not_warned_of(read):
     config = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, eos_token_id=[0, 7])
-    params, unused = read(config.to_dict())
+    params, unused = read(json.loads(config.to_json_string()))
     assert unused == ""
     assert params == SamplingParams(temperature=0.6, top_p=0.9)
     if hasattr(config, "_get_default_generation_params"):

@@ -9,12 +9,12 @@ import logging
 import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
 from sgljax_engine import InvalidConfigError
-from sgljax_engine.processing.hf_tokenizer import HFTokenizer
 from sgljax_engine.processing.tokenizer import DecodeOptions
 from sgljax_engine.processing.tokenizer_folder import load_hf_tokenizer, load_tokenizer
 from tests.folders import tokenizer_answers as answers
@@ -24,7 +24,7 @@ GOLDENS = json.loads(Path(__file__).with_name("tokenizer_goldens.json").read_tex
 
 DECISIONS = {
     ("5.24.0", "inside"): (
-        105,
+        99,
         "transformers 5 builds the class anew and replaces what tokenizer.json says. 4.51.3 reads "
         "the file, with which the models were trained and published, and so does vLLM with it; "
         "newer releases take more and more models back to the file.",
@@ -74,8 +74,7 @@ def write(tmp_path):
 
 def wrapped(folder: Path) -> list[answers.Answer]:
     """Answers of the engine's tokenizer."""
-    tokenizer = load_tokenizer(folder)
-    assert isinstance(tokenizer, HFTokenizer)
+    tokenizer: Any = load_tokenizer(folder)
     return [
         answers.answer(
             lambda each, special: (
@@ -102,12 +101,9 @@ def expected(case: TokenizerCase, folder: Path) -> list[answers.Answer]:
     ids = {token["content"]: token["id"] for token in case.tokenizer["added_tokens"]}
     bos, eos = ids[case.config["bos_token"]], ids[case.config["eos_token"]]
     first = found[0]  # a text without special tokens
-    has_bos = flags.get("add_bos_token", first.whole[0] == bos)
-    has_eos = flags.get("add_eos_token", first.whole[-1] == eos)
-    return [
-        dataclasses.replace(each, whole=[bos] * has_bos + each.ids + [eos] * has_eos)
-        for each in found
-    ]
+    before = [bos] if flags.get("add_bos_token", first.whole[0] == bos) else []
+    after = [eos] if flags.get("add_eos_token", first.whole[-1] == eos) else []
+    return [dataclasses.replace(each, whole=before + each.ids + after) for each in found]
 
 
 def check(names, write):

@@ -38,7 +38,7 @@ def find_tokenizer_difference(tokenizer: Any) -> str | None:
     """
     while adapter_class(tokenizer) is not None:
         tokenizer = tokenizer.tokenizer
-    used = getattr(tokenizer, "backend_tokenizer", None)
+    used: Any = getattr(tokenizer, "backend_tokenizer", None)
     name = getattr(tokenizer, "name_or_path", None)
     path = find_tokenizer_json(name) if used is not None and name else None
     if path is None:

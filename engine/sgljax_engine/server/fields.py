@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from sgljax_engine import Engine, ForeignField, SamplingParams
+from sgljax_engine.sampling_params import DEFAULT_MAX_NEW_TOKENS
 
 UNKNOWN_FIELD, FOREIGN_FIELD = "unknown_field", "foreign_field"
 """Types of the errors of `Body`; their context has the field's `name`."""
@@ -123,10 +124,11 @@ class SamplingFields(Body):
 def default_params(engine: Engine, num_prompt_tokens: int) -> SamplingParams:
     """The model's parameters, with fewer new tokens where no more fit behind a prompt."""
     params = engine.get_default_sampling_params()
-    if params.max_new_tokens is None:
-        return params
+    most = params.max_new_tokens
+    if most is None:
+        most = max(DEFAULT_MAX_NEW_TOKENS, params.min_new_tokens)
     limit = max(1, engine.max_new_tokens(num_prompt_tokens))  # the engine refuses the prompt
-    return params.override({"max_new_tokens": min(params.max_new_tokens, limit)})
+    return params.override({"max_new_tokens": min(most, limit)})
 
 
 def sampling_params(defaults: SamplingParams | None, given: dict[str, Any]) -> SamplingParams:
