@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -18,6 +19,8 @@ from sgljax_engine.errors import InvalidConfigError, InvalidRequestError
 from sgljax_engine.processing.chat_template import check_gemma_fallback, check_messages, render
 from sgljax_engine.sampling_params import SamplingParams
 
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_METASPACE = "\u2581"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -61,8 +64,25 @@ class Tokenizer(Protocol):
         ...
 
     @property
-    def chat_template(self) -> str | None:
-        """The source of the chat template, in Jinja; None without one."""
+    def special_tokens(self) -> Sequence[str]:
+        """Names of the special tokens, as far as they are known."""
+        ...
+
+    @property
+    def response_template(self) -> Any:
+        """The response template of the tokenizer's folder; None without one."""
+        ...
+
+    def get_chat_template(self, *, has_tools: bool = False) -> str | None:
+        """The source of the chat template, in Jinja; None without one.
+
+        Args:
+            has_tools: Whether it renders tools; some tokenizers have a template for that.
+        """
+        ...
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """The bytes that a token stands for, a part of a character too; None if not known."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -144,10 +164,65 @@ class HFTokenizer:
         is_whole_run = self.decode([ids[ord("a")], ids[0xFF]]) == "\ufffd\ufffd"
         return {token: byte for byte, token in enumerate(ids)} if is_whole_run else {}
 
+    @functools.cached_property
+    def special_tokens(self) -> Sequence[str]:
+        """Names of the special tokens."""
+        added = getattr(self._tokenizer, "added_tokens_decoder", {}).values()
+        names = [token.content for token in added if token.special]
+        return list(dict.fromkeys([*names, *self._tokenizer.all_special_tokens]))
+
     @property
-    def chat_template(self) -> str | None:
-        """The source of the chat template; of several, the default one."""
-        return _template_source(self._tokenizer)
+    def response_template(self) -> Any:
+        """The response template of the tokenizer's folder; None without one."""
+        # transformers has it as an attribute from 5.13 on; before, with what else the folder sets.
+        found = getattr(self._tokenizer, "response_template", None)
+        return found or getattr(self._tokenizer, "init_kwargs", {}).get("response_template")
+
+    def get_chat_template(self, *, has_tools: bool = False) -> str | None:
+        """The source of the chat template; of several, the one that transformers renders."""
+        template = getattr(self._tokenizer, "chat_template", None)
+        if isinstance(template, list):  # as in tokenizer_config.json
+            template = {each["name"]: each["template"] for each in template}
+        if isinstance(template, dict):
+            default = template.get("default")
+            template = template.get("tool_use", default) if has_tools else default
+        return template if isinstance(template, str) else None
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """The bytes that a token stands for, a part of a character too; None if not known."""
+        name = self._tokenizer.convert_ids_to_tokens(token)
+        if not isinstance(name, str):
+            return None
+        if name in self._added_names:
+            return name.encode()
+        if byte := _BYTE_TOKEN.fullmatch(name):
+            return bytes([int(byte[1], 16)])
+        if self._is_byte_level:
+            known = _byte_level_codes()
+            return bytes(known[c] for c in name) if all(c in known for c in name) else None
+        return name.replace(_METASPACE, " ").encode() if self._is_metaspace else None
+
+    @functools.cached_property
+    def _added_names(self) -> frozenset[str]:
+        added = getattr(self._tokenizer, "added_tokens_decoder", {}).values()
+        return frozenset(token.content for token in added)
+
+    @functools.cached_property
+    def _is_byte_level(self) -> bool:
+        # Found by trial, since a tokenizer's decoder is not public.
+        return self._writes("\u0120a", " a") and not self._is_metaspace
+
+    @functools.cached_property
+    def _is_metaspace(self) -> bool:
+        return self._writes(f"{_METASPACE}a", " a")
+
+    def _writes(self, name: str, text: str) -> bool:
+        """Whether a token of a name is written as a text, behind another token."""
+        write = getattr(self._tokenizer, "convert_tokens_to_string", None)
+        try:
+            return write is not None and write(["a", name]) == f"a{text}"
+        except (KeyError, ValueError):
+            return False
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the tokenizer's special tokens."""
@@ -245,8 +320,21 @@ class TunixTokenizer:
         return {}
 
     @property
-    def chat_template(self) -> str | None:
+    def special_tokens(self) -> Sequence[str]:
+        """Empty: such a tokenizer does not name them."""
+        return ()
+
+    @property
+    def response_template(self) -> Any:
+        """None: such a tokenizer has no folder."""
+        return None
+
+    def get_chat_template(self, *, has_tools: bool = False) -> str | None:
         """None: such a tokenizer does not show its template."""
+        return None
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """None: such a tokenizer does not show its tokens."""
         return None
 
     def encode(self, text: str) -> list[int]:
@@ -351,9 +439,22 @@ class TunixHFTokenizer(TunixTokenizer):
         return self._hf.byte_run_ids
 
     @property
-    def chat_template(self) -> str | None:
+    def special_tokens(self) -> Sequence[str]:
+        """Names of the special tokens."""
+        return self._hf.special_tokens
+
+    @property
+    def response_template(self) -> Any:
+        """The response template of the tokenizer's folder; None without one."""
+        return self._hf.response_template
+
+    def get_chat_template(self, *, has_tools: bool = False) -> str | None:
         """The source of the chat template; None without one."""
-        return self._hf.chat_template
+        return self._hf.get_chat_template(has_tools=has_tools)
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """The bytes that a token stands for; None if not known."""
+        return self._hf.token_bytes(token)
 
     def check_decode_options(self, options: DecodeOptions) -> None:
         """Supports all options, which must be bools."""
@@ -452,12 +553,13 @@ def _is_hugging_face(tokenizer: object) -> bool:
     return _base_class(tokenizer, module, "PreTrainedTokenizerBase") is not None
 
 
-def _template_source(tokenizer: Any) -> str | None:
-    """The Jinja source of a Hugging Face tokenizer's chat template."""
-    template = getattr(tokenizer, "chat_template", None)
-    if isinstance(template, dict):
-        template = template.get("default")
-    return template if isinstance(template, str) else None
+@functools.cache
+def _byte_level_codes() -> Mapping[str, int]:
+    """The byte that each character of a byte-level token stands for, after GPT-2."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    codes = {chr(byte): byte for byte in shown}
+    return codes | {chr(0x100 + number): byte for number, byte in enumerate(hidden)}
 
 
 def _num_pieces(tokenizer: Any) -> int | None:
