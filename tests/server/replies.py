@@ -435,7 +435,7 @@ class _Maker:
 
 
 NUM_REPLIES = 10_000
-"""Of each format, in tests and goldens."""
+"""Replies of each format, in tests and goldens."""
 
 
 def normal_form(reasoning: str, content: str, calls: Any) -> str:

@@ -503,7 +503,7 @@ class TestFormats:
             ({"fields": {"tool_calls": {"open": "x", "content": "kv-lines"}}}, "'kv-lines'"),
             ({"fields": {"content": {"shut": "x"}}}, "field 'content' has keys beside"),
             ({"version": 2}, "version 2"),
-            ({"start_anchor": None}, "no start_anchor"),
+            ({"start_anchor": None}, "cannot be used"),
         ],
     )
     def test_one_that_cannot_be_used_is_refused(self, change, message, caplog):

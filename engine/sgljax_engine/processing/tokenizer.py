@@ -164,9 +164,13 @@ class HFTokenizer:
         is_whole_run = self.decode([ids[ord("a")], ids[0xFF]]) == "\ufffd\ufffd"
         return {token: byte for byte, token in enumerate(ids)} if is_whole_run else {}
 
-    @functools.cached_property
+    @property
     def special_tokens(self) -> Sequence[str]:
         """Names of the special tokens."""
+        return self._special_tokens
+
+    @functools.cached_property
+    def _special_tokens(self) -> Sequence[str]:
         added = getattr(self._tokenizer, "added_tokens_decoder", {}).values()
         names = [token.content for token in added if token.special]
         return list(dict.fromkeys([*names, *self._tokenizer.all_special_tokens]))

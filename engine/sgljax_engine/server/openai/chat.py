@@ -191,11 +191,9 @@ class _Call:
 
     def _entry(self, entry: Any) -> dict[str, Any]:
         logprob, token, _ = entry
-        text = self._texts[token]
-        # The bytes of a part of a character are not known.
-        known = None if "\ufffd" in text else list(text.encode())
+        known = self._texts.bytes_of(token)
         name = parts.token_name(self._body, self._texts, token)
-        return {"token": name, "logprob": logprob, "bytes": known}
+        return {"token": name, "logprob": logprob, "bytes": known and list(known)}
 
 
 def _finish(output: Output, calls: Sequence[Call]) -> dict[str, Any]:

@@ -103,12 +103,10 @@ def _template_message(index: int, message: Message) -> dict[str, Any]:
         content = ""
     role = "system" if message.role == "developer" else message.role
     made: dict[str, Any] = {"role": role, "content": content}
-    if None not in (message.reasoning, message.reasoning_content):
-        if message.reasoning != message.reasoning_content:
-            raise InvalidRequestError(
-                f"messages.{index}.reasoning contradicts its reasoning_content"
-            )
-    made["reasoning_content"] = message.reasoning_content or message.reasoning
+    thoughts = {message.reasoning, message.reasoning_content} - {None}
+    if len(thoughts) > 1:
+        raise InvalidRequestError(f"messages.{index}.reasoning contradicts its reasoning_content")
+    made["reasoning_content"] = next(iter(thoughts), None)
     for name in ("name", "tool_call_id", "token_ids", "prompt_token_ids"):
         made[name] = getattr(message, name)
     made = {name: value for name, value in made.items() if value is not None or name == "content"}

@@ -118,7 +118,7 @@ class ResponseParser:
         self._lead = ""  # white space before the first word, which is no content before a call
         self._has_words = self._is_after_call = self._is_plain = self._is_simple = False
         self._is_draft = self._is_fresh = False
-        # Whether thoughts may have begun without their mark.
+        # Whether thoughts may have started without their mark.
         self._is_open = self._thoughts is not None and THINK in _starts(self._thoughts.open)
         self._take_prompt()
 
@@ -209,7 +209,7 @@ class ResponseParser:
         return len(text), None, None
 
     def _step_undecided(self, is_end: bool) -> bool:
-        """The reply has begun without thoughts: a closing mark says that they were thoughts."""
+        """The reply started without thoughts: a closing mark says that they were thoughts."""
         assert self._thoughts is not None
         assert self._thoughts.open is not None
         word = _WORD.search(self._text, self._at)
@@ -308,12 +308,12 @@ class ResponseParser:
         if word is None:
             return is_end and self._end_call(json.end, len(self._text))
         closing = field.close.match(self._text, word.start(), is_end=False)
-        if closing is True:
-            if not is_end:
-                return False
+        if closing is True and is_end:
             closing = field.close.match(self._text, word.start(), is_end=True)
             if closing is None:  # the mark itself was cut
                 return self._end_call(json.end, len(self._text))
+        if closing is True:
+            return False
         if closing is None:
             return self._end_call(None, json.end)
         return self._end_call(json.end, closing.end(), closing)

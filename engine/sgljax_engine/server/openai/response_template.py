@@ -42,6 +42,9 @@ _TOKEN = regex.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", regex.DOTALL)
 _GROUP = regex.compile(r"\((?:\?:|\?=|\?P<\w+>)")
 _SPACE = regex.compile(r"^(?:\\[sn][*?])+")
 _SPECIAL = frozenset(".^$*+?{}()|")
+_ARGS = frozenset(
+    {"strip", "unquoted_keys", "string_delims", "allow_non_json", "tag_pattern", "value_parser"}
+)
 _FORMS = ("text", "json", "xml-inline")
 
 
@@ -127,9 +130,7 @@ def load_template(given: Any) -> ResponseTemplate:
         fields = [_field(name, field) for name, field in given["fields"].items()]
         names = [field.name for field in fields]
         _check(len(set(names)) == len(names), f"has two fields of one kind: {names}")
-        anchor = _mark(given, "start_anchor", anywhere=True)
-        _check(anchor is not None, "has no start_anchor")
-        return ResponseTemplate(anchor=anchor.pattern, fields=dict(zip(names, fields, strict=True)))
+        return ResponseTemplate(anchor=_anchor(given), fields=dict(zip(names, fields, strict=True)))
     except (KeyError, TypeError, AttributeError, ValueError, regex.error) as error:
         raise InvalidConfigError(f"response_template cannot be used: {error}") from error
 
@@ -148,7 +149,11 @@ def _field(name: str, given: Mapping[str, Any]) -> Field:
     _check((kind == CALLS) != (form == "text"), f"field {name!r} has content={form!r}")
     opening = _mark(given, "open")
     _check(opening is not None or kind == CONTENT, f"field {name!r} has no open")
+    _check(not given.get("join"), f"field {name!r} has join={given.get('join')!r}")
     args = given.get("content_args", {})
+    _check(args.keys() <= _ARGS, f"field {name!r} has content_args beside {sorted(_ARGS)}")
+    inner = args.get("value_parser", {}).get("name", "text")
+    _check(inner in ("text", "json"), f"field {name!r} has value_parser {inner!r}")
     tags = args["tag_pattern"] if form == "xml-inline" else ""
     end = regex.search(r"</\w+>", tags)
     return Field(
@@ -164,14 +169,20 @@ def _field(name: str, given: Mapping[str, Any]) -> Field:
     )
 
 
-def _mark(given: Mapping[str, Any], key: str, *, anywhere: bool = False) -> Mark | None:
+def _anchor(given: Mapping[str, Any]) -> regex.Pattern[str]:
+    pattern = given.get("start_anchor_pattern")
+    if pattern is not None:
+        return regex.compile(pattern, regex.DOTALL)
+    texts = given["start_anchor"]
+    return literal_mark([texts] if isinstance(texts, str) else texts).pattern
+
+
+def _mark(given: Mapping[str, Any], key: str) -> Mark | None:
     literal, pattern = given.get(key), given.get(f"{key}_pattern")
-    if literal is None and pattern is None:
-        return None
     if literal is not None:
         return literal_mark([literal] if isinstance(literal, str) else literal)
-    if anywhere:
-        return Mark(starts=(), pattern=regex.compile(pattern, regex.DOTALL), growing=None)
+    if pattern is None:
+        return None
     # Space before a mark is the parser's business, and would make each search quadratic.
     pattern = "|".join(_SPACE.sub("", part) for part in _alternatives(pattern))
     return Mark(

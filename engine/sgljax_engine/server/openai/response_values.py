@@ -64,7 +64,7 @@ class JsonEnd:
 
     _STRING = regex.compile(r'["\\]')
 
-    def __init__(self, start: int, delims: Iterable[Sequence[str]] = ()) -> None:
+    def __init__(self, start: int, delims: Iterable[tuple[str, str]] = ()) -> None:
         """Starts before the first character.
 
         Args:
@@ -263,7 +263,7 @@ def _json(text: str, args: Mapping[str, Any]) -> Any:
 def _tags(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     end = 0
-    value = args.get("value_parser") or {"name": "raw"}
+    value: Mapping[str, Any] = args.get("value_parser") or {"name": "raw"}
     pattern = regex.compile(args["tag_pattern"], regex.DOTALL)
     for tag in pattern.finditer(text, timeout=_LIMIT_S):
         if text[end : tag.start()].strip():
