@@ -7,6 +7,8 @@
 response templates. An answer is kept as two bytes of its digest; 0 for one that it refuses.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import base64

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgljax_engine import InvalidConfigError
+from sgljax_engine.server.openai import response_parser
 from sgljax_engine.server.openai.reply_formats import find_format, known_template
 from sgljax_engine.server.openai.response_parser import ResponseParser, Split
 from sgljax_engine.server.openai.response_template import CALLS, load_template
@@ -438,16 +439,32 @@ HOSTILE = {
 """Parts of long texts that a parser might look at again and again."""
 
 
+class Counting:
+    """A pattern that counts the characters that it looks at."""
+
+    def __init__(self, pattern, counts):
+        self._pattern, self._counts, self.pattern = pattern, counts, pattern.pattern
+
+    def search(self, text, start=0, **options):
+        found = self._pattern.search(text, start, **options)
+        self._counts["characters"] += (len(text) if found is None else found.end()) - start
+        return found
+
+
 class TestWork:
-    def work(self, name, text, size):
-        """Calls of functions, those in C too, and characters that patterns were shown."""
-        count = 0
+    def work(self, name, text, size, monkeypatch):
+        """Calls of functions, those in C too, and characters that searches looked at."""
+        counts = collections.Counter()
 
         def see(frame, event, argument):
-            nonlocal count
-            count += event in ("call", "c_call")
+            counts["calls"] += event in ("call", "c_call")
 
         reader = parser(name, prompt=FORMS[name].head)
+        word = response_parser._WORD
+        monkeypatch.setattr(response_parser, "_WORD", Counting(word, counts))
+        for watch in (*vars(reader).values(), *reader._closes.values()):
+            if isinstance(watch, response_parser._Watch):
+                watch.starts = Counting(watch.starts, counts)
         sys.setprofile(see)
         try:
             for part in in_pieces(text, size):
@@ -455,17 +472,20 @@ class TestWork:
             reader.end()
         finally:
             sys.setprofile(None)
-        return count
+            monkeypatch.setattr(response_parser, "_WORD", word)
+        return counts
 
     @pytest.mark.parametrize("kind", HOSTILE)
     @pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "llama3", "gemma4", "gpt-oss"])
-    def test_is_linear(self, name, kind):
+    def test_is_linear(self, name, kind, monkeypatch):
+        part = HOSTILE[kind]
         for size in (4, 10**9):
             short, long = (
-                self.work(name, HOSTILE[kind] * (num // len(HOSTILE[kind])), size)
+                self.work(name, part * (num // len(part)), size, monkeypatch)
                 for num in (4_000, 16_000)
             )
-            assert long <= 4.5 * short + 200, (size, short, long)
+            for what in ("calls", "characters"):
+                assert long[what] <= 4.5 * short[what] + 200, (what, size, short, long)
 
 
 class TestFormats:

@@ -111,6 +111,7 @@ class ResponseParser:
         self._at = self._scanned = 0  # where text is not given out yet, and not searched yet
         self._field: Field | None = None
         self._open_at = self._body_at = 0
+        self._space_to = 0  # up to where text that ends in space was looked at
         self._captures: Mapping[str, str] = {}
         self._json: JsonEnd | None = None
         self._first_close: tuple[int, int] | None = None
@@ -170,6 +171,7 @@ class ResponseParser:
             self._text = self._text[cut:]
             self._num_prompt = max(0, self._num_prompt - cut)
             self._at, self._scanned = self._at - cut, self._scanned - cut
+            self._space_to = max(0, self._space_to - cut)
             self._open_at, self._body_at = self._open_at - cut, self._body_at - cut
             if self._json is not None:
                 self._json.shift(cut)
@@ -208,15 +210,20 @@ class ResponseParser:
         self._scanned = len(text)
         return len(text), None, None
 
+    def _word(self, start: int) -> int | None:
+        """Where the first word behind a place begins; None without one."""
+        found = _WORD.search(self._text, max(start, self._space_to))
+        if found is None:
+            self._space_to = len(self._text)
+        return None if found is None else found.start()
+
     def _step_undecided(self, is_end: bool) -> bool:
         """The reply started without thoughts: a closing mark says that they were thoughts."""
         assert self._thoughts is not None
         assert self._thoughts.open is not None
-        word = _WORD.search(self._text, self._at)
+        word = self._word(self._at)
         opening = (
-            None
-            if word is None
-            else self._thoughts.open.match(self._text, word.start(), is_end=is_end)
+            None if word is None else self._thoughts.open.match(self._text, word, is_end=is_end)
         )
         if opening is True or (word is None and not is_end):
             return False
@@ -258,10 +265,10 @@ class ResponseParser:
 
     def _step_text(self, field: Field, is_end: bool) -> bool:
         if self._is_fresh and field is self._thoughts and field.open is not None:
-            word = _WORD.search(self._text, self._at)
+            word = self._word(self._at)
             if word is None and not is_end:
                 return False
-            again = word and field.open.match(self._text, word.start(), is_end=is_end)
+            again = None if word is None else field.open.match(self._text, word, is_end=is_end)
             if again is True:
                 return False
             if again:
@@ -303,13 +310,12 @@ class ResponseParser:
             return is_end
         if field.close is None:
             return self._end_call(json.end, json.end)
-        word = _WORD.search(self._text, max(self._scanned, json.end))
-        self._scanned = len(self._text) if word is None else word.start()
+        word = self._word(json.end)
         if word is None:
             return is_end and self._end_call(json.end, len(self._text))
-        closing = field.close.match(self._text, word.start(), is_end=False)
+        closing = field.close.match(self._text, word, is_end=False)
         if closing is True and is_end:
-            closing = field.close.match(self._text, word.start(), is_end=True)
+            closing = field.close.match(self._text, word, is_end=True)
             if closing is None:  # the mark itself was cut
                 return self._end_call(json.end, len(self._text))
         if closing is True:
@@ -320,10 +326,10 @@ class ResponseParser:
 
     def _step_call(self, field: Field, is_end: bool) -> bool:
         if self._is_fresh and self._starts is not None:
-            word = _WORD.search(self._text, self._body_at)
+            word = self._word(self._body_at)
             if word is None and not is_end:
                 return False
-            if word and not self._starts.match(self._text, word.start(), partial=True):
+            if word is not None and not self._starts.match(self._text, word, partial=True):
                 return self._end_call(None, self._body_at)
         self._is_fresh = False
         tag_end = field.tag_end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import math
 import uuid
@@ -62,8 +63,6 @@ class JsonEnd:
         position: Up to where the text was looked at.
     """
 
-    _STRING = regex.compile(r'["\\]')
-
     def __init__(self, start: int, delims: Iterable[tuple[str, str]] = ()) -> None:
         """Starts before the first character.
 
@@ -76,9 +75,7 @@ class JsonEnd:
         self.position = start
         self._depth = 0
         self._closing = ""  # of the open string
-        self._delims = {'"': '"', **dict(delims)}
-        marks = "|".join(map(regex.escape, sorted(self._delims, key=len, reverse=True)))
-        self._outside = regex.compile(marks + r"|[{}\[\]<\\]")
+        self._delims, self._patterns = _json_marks(tuple((a, b) for a, b in delims))
 
     def shift(self, by: int) -> None:
         """Says that characters before it were dropped."""
@@ -92,9 +89,7 @@ class JsonEnd:
                 self.is_broken = not text[self.position].isspace()
                 self.position += not self.is_broken
                 continue
-            pattern = self._outside
-            if self._closing:
-                pattern = self._STRING if self._closing == '"' else self._closed
+            pattern = self._patterns[self._closing]
             found = pattern.search(text, self.position, partial=len(self._delims) > 1)
             self.position = len(text) if found is None else found.start()
             if found is None or found.partial:
@@ -112,12 +107,26 @@ class JsonEnd:
             self._closing = self._closing if mark == "\\" else ""
         elif mark in self._delims:
             self._closing = self._delims[mark]
-            self._closed = regex.compile(regex.escape(self._closing))
         elif mark in "<\\":  # JSON has neither outside of strings
             self.position, self.is_broken = self.position - 1, True
         else:
             self._depth += 1 if mark in "{[" else -1
             self.end = self.position if self._depth == 0 else None
+
+
+@functools.cache
+def _json_marks(
+    delims: tuple[tuple[str, str], ...],
+) -> tuple[Mapping[str, str], Mapping[str, regex.Pattern[str]]]:
+    """What closes each string, and what to look for in it; outside of strings that is for ""."""
+    closings = {'"': '"', **dict(delims)}
+    openings = "|".join(map(regex.escape, sorted(closings, key=len, reverse=True)))
+    patterns = {closing: regex.compile(regex.escape(closing)) for closing in closings.values()}
+    outside = regex.compile(openings + r"|[{}\[\]<\\]")
+    return closings, {**patterns, '"': regex.compile(r'["\\]'), "": outside}
+
+
+_compile = functools.cache(regex.compile)
 
 
 def read_calls(
@@ -160,7 +169,7 @@ def _call(value: Any, schemas: Schemas) -> Call:
         raise ValueError("arguments are no object")
     schema = schemas.get(name.strip(), {})
     properties = schema.get("properties")
-    if isinstance(properties, Mapping):
+    if isinstance(properties, dict):
         arguments = {
             key: _cast(given, _types(properties.get(key), schema.get("$defs", {})))
             for key, given in arguments.items()
@@ -173,13 +182,14 @@ def _call(value: Any, schemas: Schemas) -> Call:
 
 def _types(schema: Any, definitions: Any) -> list[str]:
     """The types that a schema allows; empty where it does not say."""
-    if not isinstance(schema, Mapping):
+    if not isinstance(schema, dict):
         return []
     found, given = [], schema.get("type")
-    if isinstance(schema.get("$ref"), str) and isinstance(definitions, Mapping):
+    if isinstance(schema.get("$ref"), str) and isinstance(definitions, dict):
         target = definitions.get(schema["$ref"].rpartition("/")[2], {})
-        found += _types({**target, "$ref": None}, {}) if isinstance(target, Mapping) else []
-    found += [given] if isinstance(given, str) else list(given or [])
+        found += _types({**target, "$ref": None}, {}) if isinstance(target, dict) else []
+    given = [given] if isinstance(given, str) else given if isinstance(given, list) else []
+    found += [each for each in given if isinstance(each, str)]
     for union in ("anyOf", "oneOf"):
         for choice in schema.get(union) or []:
             found += _types(choice, definitions)
@@ -264,7 +274,7 @@ def _tags(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     end = 0
     value: Mapping[str, Any] = args.get("value_parser") or {"name": "raw"}
-    pattern = regex.compile(args["tag_pattern"], regex.DOTALL)
+    pattern = _compile(args["tag_pattern"], regex.DOTALL)
     for tag in pattern.finditer(text, timeout=_LIMIT_S):
         if text[end : tag.start()].strip():
             raise ValueError("there is text between tags")
@@ -290,7 +300,7 @@ _FORMS: Mapping[str, Callable[[str, Mapping[str, Any]], Any]] = {
 
 def _transformed(transform: Any, scope: Mapping[str, Any]) -> Any:
     """A transform, with its placeholders replaced by values."""
-    if isinstance(transform, Mapping):
+    if isinstance(transform, dict):
         return {key: _transformed(each, scope) for key, each in transform.items()}
     if isinstance(transform, list):
         return [_transformed(each, scope) for each in transform]
@@ -298,7 +308,7 @@ def _transformed(transform: Any, scope: Mapping[str, Any]) -> Any:
         return transform
     value: Any = scope
     for key in transform[1:-1].split("."):
-        if not isinstance(value, Mapping) or key not in value:
+        if not isinstance(value, dict) or key not in value:
             raise ValueError(f"there is no {transform}")
         value = value[key]
     return value
