@@ -440,10 +440,28 @@ class Engine:
             max_tokens=max_tokens,
         )
 
+    def get_chat_template(self, *, has_tools: bool = False) -> str | None:
+        """The Jinja source of the tokenizer's chat template; None without one.
+
+        Args:
+            has_tools: Whether it is to render tools.
+        """
+        tokenizer = self._tokenizer
+        return None if tokenizer is None else tokenizer.get_chat_template(has_tools=has_tools)
+
     @property
-    def chat_template(self) -> str | None:
-        """The Jinja source of the tokenizer's chat template; None without one."""
-        return None if self._tokenizer is None else self._tokenizer.chat_template
+    def response_template(self) -> Any:
+        """The response template of the tokenizer's folder; None without one."""
+        return None if self._tokenizer is None else self._tokenizer.response_template
+
+    @property
+    def special_tokens(self) -> Sequence[str]:
+        """Names of the tokenizer's special tokens, as far as they are known."""
+        return () if self._tokenizer is None else self._tokenizer.special_tokens
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """The bytes that a token stands for, a part of a character too; None if not known."""
+        return None if self._tokenizer is None else self._tokenizer.token_bytes(token)
 
     @property
     def can_show_special_tokens(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -276,3 +277,58 @@ def test_tokenizer_that_raises_fails_its_request_only(error):
             engine.generate(input_ids=[5], sampling_params=params)
         tokenizer.poison = None
         assert engine.generate(input_ids=[5], sampling_params=params)["text"] == out["text"]
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "expected"),
+    [
+        (small_tokenizers.byte_level, "\u0120", b" "),
+        (small_tokenizers.byte_level, "\u00c3", b"\xc3"),
+        (small_tokenizers.byte_fallback, "<0xC3>", b"\xc3"),
+        (small_tokenizers.byte_fallback, "\u2581the", b" the"),
+        (small_tokenizers.metaspace, "\u2581the", b" the"),
+        (small_tokenizers.metaspace, "</s>", b"</s>"),
+        (small_tokenizers.word_suffix, "the</w>", None),
+    ],
+)
+def test_bytes_of_a_token(make, name, expected):
+    """With its space, and of a part of a character; None where the decoder is not known."""
+    inner = make()
+    assert wrap_tokenizer(inner).token_bytes(inner.convert_tokens_to_ids(name)) == expected
+
+
+def test_bytes_of_tokens_are_those_of_their_text():
+    tokenizer = load_tokenizer(GOLDEN / "qwen3_gqa_tied")
+    assert tokenizer is not None
+    text = "the fox \u5317\u4eac \U0001f327!\n  a"
+    found = [tokenizer.token_bytes(token) for token in tokenizer.encode(text)]
+    assert b"".join(each or b"" for each in found) == text.encode()
+
+
+def test_chat_templates_of_several_kinds():
+    inner = hugging_face()
+    tokenizer = wrap_tokenizer(inner)
+    several = {"default": "plain", "tool_use": "tools"}
+    listed = [{"name": name, "template": source} for name, source in several.items()]
+    for template in (several, listed):
+        inner.chat_template = template
+        assert tokenizer.get_chat_template() == "plain"
+        assert tokenizer.get_chat_template(has_tools=True) == "tools"
+    inner.chat_template = {"default": "plain"}
+    assert tokenizer.get_chat_template(has_tools=True) == "plain"
+    inner.chat_template = None
+    assert tokenizer.get_chat_template() is None
+
+
+def test_a_folders_response_template(tmp_path):
+    inner = hugging_face()
+    inner.save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    known = {"start_anchor": "A:", "fields": {"content": {}}}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "response_template": known}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    assert tokenizer.response_template == known
+    assert wrap_tokenizer(inner).response_template is None
+    assert "<|bos|>" in tokenizer.special_tokens
+    assert TunixTokenizer(CharTokenizer()).special_tokens == ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from typing import Any
 
 import httpx
@@ -13,8 +12,9 @@ import pytest
 
 from sgljax_engine.processing.hf_tokenizer import HFTokenizer
 from sgljax_engine.processing.incremental_text import TextStream
-from sgljax_engine.server.openai.calls import Call
-from sgljax_engine.server.openai.tools import TOOL_FORMATS
+from sgljax_engine.server.openai.reply_formats import find_format
+from sgljax_engine.server.openai.response_parser import ResponseParser
+from sgljax_engine.server.openai.response_values import Call
 from tests.golden import smollm2_texts as texts
 from tests.server.served import events_of, serving
 
@@ -24,11 +24,9 @@ GREEDY = {"temperature": 0, "max_new_tokens": texts.NUM_GREEDY}
 CHAT: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 ANSWER = "The capital of France is Paris."
 ARGUMENTS = '{"city": "S\u00e3o Paulo \U0001f327"}'
-CALL = Call("get_weather", json.dumps(json.loads(ARGUMENTS)))
-CALL_TEXTS = {
-    "qwen": f'<tool_call>\n{{"name": "{CALL.name}", "arguments": {ARGUMENTS}}}\n</tool_call>',
-    "llama": f'{{"name": "{CALL.name}", "parameters": {ARGUMENTS}}}',
-}
+CALL = Call("get_weather", ARGUMENTS)
+_JSON = f'{{"name": "{CALL.name}", "arguments": {ARGUMENTS}}}'
+CALL_TEXTS = {"<tool_call>": f"<tool_call>\n{_JSON}\n</tool_call>", "<|python_tag|>": _JSON}
 
 
 @pytest.fixture(scope="module")
@@ -167,18 +165,22 @@ def test_sglangs_and_vllms_routes(served, golden, prompt_ids):
     assert "<|im_start|>" in text
 
 
+def make_parser(template):
+    return ResponseParser(find_format(template).template, schemas={})
+
+
 @pytest.mark.parametrize("kind", sorted(CALL_TEXTS))
 def test_tool_calls_at_the_cuts_of_real_tokens(tokenizer, kind):
     """Each format's text as this tokenizer cuts it, one token at a time and in two parts."""
     ids = tokenizer.encode_rendered(CALL_TEXTS[kind])
     ways = [[[token] for token in ids], *([ids[:cut], ids[cut:]] for cut in range(len(ids)))]
     for parts in ways:
-        parser, stream, content = TOOL_FORMATS[kind].make_parser({}), TextStream(tokenizer), []
+        parser, stream, content = make_parser(kind), TextStream(tokenizer), []
         for part in parts:
             stream.add(part)
             content.append(parser.feed(stream.take()))
         content += [parser.feed(stream.finish()), parser.end()]
-        assert ("".join(content).strip(), parser.calls) == ("", [CALL])
+        assert ("".join(each.content for each in content).strip(), parser.calls) == ("", [CALL])
     assert len(ids) > 20
     assert any(
         "\ufffd" in tokenizer.decode([a, b]) for a, b in itertools.pairwise(ids)

@@ -83,6 +83,17 @@ class TestCompletions:
         for offset, token in zip(found.text_offset[:5], found.tokens[:5], strict=True):
             assert choice.text[offset:].startswith(token)
 
+    def test_offsets_of_characters_in_parts(self, client):
+        """A token inside a character is where the character begins."""
+        text = "a\u5317 b\U0001f327\u5317c"
+        (choice,) = complete(client, text, logprobs=0, echo=True, max_tokens=0).choices
+        found, offsets = choice.logprobs, choice.logprobs.text_offset
+        assert "\ufffd" in found.tokens
+        assert offsets == sorted(offsets)
+        for offset, token in zip(offsets, found.tokens, strict=True):
+            assert "\ufffd" in token or text.startswith(token, offset)
+        assert text[offsets[-1] :] == "c"
+
     def test_a_text_that_has_its_bos(self, served, client):
         text = served.engine.detokenize(served.engine.tokenize("the fox"), skip_special_tokens=None)
         body = {**IDS, "add_special_tokens": False}
@@ -265,7 +276,21 @@ class TestChat:
         for entry, token in zip(entries, choice.token_ids, strict=True):
             assert entry.token == served.engine.detokenize([token])
             assert len(entry.top_logprobs) == 3
-            assert entry.bytes in (None, list(entry.token.encode()))
+            known = bytes(entry.bytes)
+            assert known.decode(errors="replace") == entry.token
+
+    def test_bytes_of_a_character_in_parts(self, served, client):
+        ids = served.engine.tokenize("\u5317", add_special_tokens=False)
+        assert len(ids) > 1
+        found = b""
+        for token in ids:
+            bias = {str(token): 100}
+            (choice,) = chat(
+                client, ASK, logprobs=True, logit_bias=bias, max_tokens=1, max_completion_tokens=1
+            ).choices
+            (entry,) = choice.logprobs.content
+            found += bytes(entry.bytes)
+        assert found == "\u5317".encode()
 
     def test_parts_of_content_and_a_developer(self, client):
         parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
@@ -421,6 +446,28 @@ class TestToolsAndThoughts:
         later = answer if message.tool_calls else ASK
         for given in (message, message.model_dump(exclude_none=True)):
             assert chat(client, [*ASK, given, *later], tools=TOOLS).choices
+
+    def test_strict_tools_and_other_names_of_thoughts(self, scripted, caplog):
+        _, client = scripted
+        strict = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}]
+        for thoughts in ({"reasoning": "hm"}, {"reasoning": "hm", "reasoning_content": "hm"}):
+            message = {"role": "assistant", "content": "x", **thoughts}
+            assert chat(client, [*ASK, message, *ASK], tools=strict).choices
+        assert caplog.text.count("strict=true of tools has no effect") <= 1
+        message = {"role": "assistant", "content": "x", "reasoning": "a", "reasoning_content": "b"}
+        with pytest.raises(openai.BadRequestError, match=r"1\.reasoning contradicts"):
+            chat(client, [*ASK, message, *ASK])
+
+    def test_a_template_for_tools_of_its_own(self, scripted):
+        tokenizer, _ = scripted
+        inner = tokenizer._tokenizer
+        template = inner.chat_template
+        inner.chat_template = {"default": "{{ messages[0].content }}", "tool_use": template}
+        try:
+            message = self.ask(scripted, f"<tool_call>{CALL}</tool_call>", tools=TOOLS)
+            assert message.choices[0].message.tool_calls
+        finally:
+            inner.chat_template = template
 
     @pytest.mark.parametrize("arguments", ['{"v": ', "hello", [1], "[1]", None, "", '{"x": 1}'])
     def test_history_with_any_arguments(self, scripted, arguments):

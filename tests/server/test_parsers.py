@@ -1,111 +1,266 @@
-"""Thoughts and tool calls are found however the text is cut into pieces, and no text is lost."""
+"""Replies are divided right, however their text is cut into pieces, and no text is lost."""
 
 from __future__ import annotations
 
+import base64
+import collections
+import functools
 import itertools
+import json
+import sys
+from pathlib import Path
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgljax_engine.server.openai.calls import Call
-from sgljax_engine.server.openai.reader import AnswerReader
-from sgljax_engine.server.openai.reasoning import ReasoningSplitter, Split, split
-from sgljax_engine.server.openai.tools import TOOL_FORMATS, find_format
+from sgljax_engine import InvalidConfigError
+from sgljax_engine.server.openai import response_parser
+from sgljax_engine.server.openai.reply_formats import find_format, known_template
+from sgljax_engine.server.openai.response_parser import ResponseParser, Split
+from sgljax_engine.server.openai.response_template import CALLS, load_template
+from sgljax_engine.server.openai.response_values import Call
+from tests.server.replies import (
+    FORMS,
+    NUM_REPLIES,
+    TOOLS,
+    deepseek,
+    digest,
+    make_reply,
+    normal_form,
+)
+from tests.server.response_answers import templates
 
+GOLDENS = Path(__file__).parents[1] / "golden" / "response_parser.json"
+SCHEMAS = {each["function"]["name"]: each["function"]["parameters"] for each in TOOLS}
+TYPES = {
+    "a": {"type": "integer"},
+    "b": {"type": "string"},
+    "c": {"type": "object"},
+    "d": {"type": "boolean"},
+    "e": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "f": {"$ref": "#/$defs/Size"},
+    "g": {"type": "number"},
+    "h": {},
+}
+OWN = {
+    "f": {"properties": TYPES, "$defs": {"Size": {"type": "integer"}}},
+    "g": {},
+    "add": {"properties": {"x": {"type": "integer"}}},
+}
 ADD = Call("add", '{"x": 1}')
-ADD_JSON = '{"name": "add", "arguments": {"x": 1}}'
-LLAMA_JSON = '{"name": "add", "parameters": {"x": 1}}'
+JSON = '{"name": "add", "arguments": {"x": 1}}'
+LLAMA = '{"name": "add", "parameters": {"x": 1}}'
+THINKING = FORMS["qwen3"].head + "<think>\n"
+
+DIFFERENCES = {
+    "a mark in a string": "a closing mark inside a string of JSON or XML ends nothing",
+    "a string in a union": "where the schema allows a string, a string stays one",
+    "a Python value": "an object in Python's spelling is an object",
+    "a repeated mark": "a second opening mark is no part of the thoughts",
+    "thoughts without a mark": "a bare closing mark ends thoughts",
+    "unclosed thoughts": "calls in thoughts that never end are calls",
+    "no call": "what is no call stays content; the other parser raises, or drops it",
+    "text behind calls": "content on both sides of calls is kept; the other keeps the last",
+    "untidy XML": "functions without tags, several in a block, arguments without an end",
+    "no closing mark": "a call that a stop string ended is one; XML's last tag needs no mark",
+    "cut": "an unfinished call is content; the other raises, or leaves out arguments",
+    "JSON without a closing mark": "ends with its value, so that several calls are found",
+}
+"""Traits of replies that we read otherwise than transformers on purpose, and what we do."""
 
 
-def pieces(text, cuts):
-    places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
-    return [text[start:end] for start, end in itertools.pairwise(places)]
-
-
-def in_pieces(splitter, parts):
-    found = [splitter.feed(part) for part in parts] + [splitter.end()]
-    return Split("".join(s.reasoning for s in found), "".join(s.content for s in found))
-
-
-def parsed(parser, parts):
-    content = "".join([parser.feed(part) for part in parts] + [parser.end()])
-    return content, parser.calls
-
-
-TAGGED = st.lists(
-    st.sampled_from(["<think>", "</think>", "<th", "a", "\n", "<tool_call>", "</tool_call>", "{"])
-).map("".join)
-
-CALLS = st.lists(
-    st.sampled_from(
-        [f"<tool_call>{ADD_JSON}</tool_call>", "\n", "a", "<tool", "<tool_call>", "</tool_call>",
-         '{"name": "f", "arguments": {"t": "', '"}}', '\\"', "{", "}", '"']
+def parser(name, *, prompt="", schemas=None, **options):
+    found = find_format(FORMS[name].template)
+    schemas = OWN if schemas is None else schemas
+    has_calls = CALLS in found.template.fields
+    return ResponseParser(
+        found.template,
+        prompt=prompt,
+        schemas=schemas if has_calls else None,
+        names=schemas if found.only_known else None,
+        **options,
     )
-).map("".join)  # fmt: skip
 
 
-def qwen():
-    return TOOL_FORMATS["qwen"].make_parser({})
+def parsed(reader, parts):
+    found = functools.reduce(Split.__add__, [reader.feed(part) for part in parts], Split("", ""))
+    return found + reader.end(), reader.calls
 
 
-def llama():
-    return TOOL_FORMATS["llama"].make_parser({})
+def in_pieces(text, size):
+    return [text[start : start + size] for start in range(0, len(text), size)]
 
 
-def coder():
-    types = {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": "object"}}
-    return TOOL_FORMATS["qwen_coder"].make_parser({"f": {"properties": types}})
-
-
-def check(make_parser, text, content, calls):
+def check(name, text, content, calls, reasoning="", prompt=""):
     """The same whole and in pieces of every size that matters."""
-    assert parsed(make_parser(), [text]) == (content, calls)
+    expected = Split(reasoning, content), calls
+    assert parsed(parser(name, prompt=prompt), [text]) == expected
     for size in range(1, 9):
-        parts = [text[start : start + size] for start in range(0, len(text), size)]
-        assert parsed(make_parser(), parts) == (content, calls), size
+        assert parsed(parser(name, prompt=prompt), in_pieces(text, size)) == expected, size
 
 
-class TestReasoning:
+def read_reply(name, reply, parts):
+    (reasoning, content), calls = parsed(parser(name, prompt=reply.prompt, schemas=SCHEMAS), parts)
+    return reasoning, content, [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+def check_replies(name, seeds, sizes):
+    """Each reply means what it was made of, in pieces too. Returns how many are like the golden's.
+
+    Args:
+        name: A format.
+        seeds: Numbers of replies.
+        sizes: The sizes of pieces for a number.
+    """
+    packed = base64.b85decode(json.loads(GOLDENS.read_text())["answers"][name])
+    known = [int.from_bytes(packed[at : at + 2], "big") for at in range(0, len(packed), 2)]
+    counts = collections.Counter()
+    for seed in seeds:
+        reply = make_reply(name, seed)
+        whole = read_reply(name, reply, [reply.text])
+        for size in sizes(seed):
+            assert read_reply(name, reply, in_pieces(reply.text, size)) == whole, (seed, size)
+        form = normal_form(*whole)
+        if not reply.is_cut:
+            assert form == normal_form(reply.reasoning, reply.content, reply.calls), seed
+        if digest(form) == known[seed]:
+            counts["equal"] += 1
+        else:
+            assert reply.traits & DIFFERENCES.keys(), f"{seed}: {reply}"
+            counts["differs by name"] += 1
+    return counts
+
+
+class TestGenerated:
+    @pytest.mark.parametrize("name", FORMS)
+    def test_replies(self, name):
+        counts = check_replies(name, range(200), lambda seed: [1 + seed % 8])
+        assert counts["equal"] >= 90, counts
+
+    @pytest.mark.soak
+    @pytest.mark.parametrize("name", FORMS)
+    def test_all_replies(self, name):
+        counts = check_replies(name, range(NUM_REPLIES), lambda _: range(1, 9))
+        assert sum(counts.values()) == NUM_REPLIES
+        assert counts["equal"] >= 0.45 * NUM_REPLIES, counts
+
+    def test_goldens_are_of_our_templates(self):
+        assert json.loads(GOLDENS.read_text())["templates"] == json.loads(json.dumps(templates()))
+
+    @pytest.mark.parametrize("trait", DIFFERENCES)
+    def test_every_difference_occurs(self, trait):
+        assert any(trait in make_reply(name, n).traits for name in FORMS for n in range(200))
+
+
+MARKS = ["<think>", "</think>", "<th", "a", "\n", "{", "}", '"', '\\"', ";", " ", "\ufffd"]
+PARTS = {
+    "qwen3": [f"<tool_call>{JSON}</tool_call>", "<tool_call>", "</tool_call>", "<tool", JSON],
+    "qwen3.5": [
+        "<tool_call>\n<function=f>\n<parameter=a>\n3\n</parameter>\n</function>\n</tool_call>",
+        "<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=b>",
+        "</parameter>", "<para",
+    ],
+    "llama3": [LLAMA, "<|python_tag|>", "<|py"],
+    "gemma4": [
+        '<|tool_call>call:add{x:1}<tool_call|>', "<|channel>", "thought\n", "<channel|>",
+        "<|tool_call>call:f{", '<|"|>', "<tool_call|>", "<|",
+    ],
+    "mistral": ["[TOOL_CALLS]", f"[{JSON}]", "[TOOL"],
+    "deepseek": [
+        deepseek("<|tool calls begin|>"), deepseek("<|tool call begin|>"), deepseek("<|tool sep|>"),
+        "function", "f\n```json\n", "{}", "\n```", deepseek("<|tool call end|>"), deepseek("<|to"),
+    ],
+    "gpt-oss": [
+        "<|start|>assistant", "<|channel|>", "analysis", "commentary to=functions.f", "final",
+        "<|message|>", "<|end|>", "<|call|>", "{}",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARTS)
+@settings(deadline=None)
+@given(data=st.data())
+def test_pieces_do_not_matter(name, data):
+    text = "".join(data.draw(st.lists(st.sampled_from(PARTS[name] + MARKS))))
+    cuts = data.draw(st.lists(st.integers(0, 300)))
+    prompt = FORMS[name].head + data.draw(st.sampled_from(["", "<think>\n", "<think>\n</think>"]))
+    places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    parts = [text[start:end] for start, end in itertools.pairwise(places)]
+    whole = parsed(parser(name, prompt=prompt), [text])
+    assert parsed(parser(name, prompt=prompt), parts) == whole
+    if not whole[1]:  # nothing but marks of thoughts and messages is left out
+        left = "".join(whole[0]).split()
+        assert not collections.Counter("".join(left)) - collections.Counter(text)
+
+
+class TestThoughts:
     @pytest.mark.parametrize(
         ("text", "is_open", "expected"),
         [
             ("<think>a</think>b", False, Split("a", "b")),
             ("\n<think>a</think>b</think>", False, Split("a", "b</think>")),
             ("a</think>b", True, Split("a", "b")),
+            ("a</think>b", False, Split("a", "b")),
+            ("<think><think>a</think>b", False, Split("a", "b")),
+            ("<think>a</think>b", True, Split("a", "b")),
+            ("a<think>b</think>c", False, Split("b", "ac")),
             ("a</thin", True, Split("a</thin", "")),
             ("<think>a", False, Split("a", "")),
-            ("a<think>b</think>", False, Split("", "a<think>b</think>")),
+            ("a<think>b", False, Split("", "a<think>b")),
             ("<thi", False, Split("", "<thi")),
             ("", False, Split("", "")),
+            ("<think>\na\n</think>\n\nb\n", False, Split("\na\n", "\n\nb\n")),
         ],
     )
     def test_a_text(self, text, is_open, expected):
-        assert split(text, starts_inside=is_open) == expected
+        prompt = THINKING if is_open else FORMS["qwen3"].head
+        check("qwen3", text, expected.content, [], expected.reasoning, prompt)
 
-    @given(TAGGED, st.lists(st.integers(0, 200)), st.booleans())
-    def test_pieces_do_not_matter(self, text, cuts, is_open):
-        found = in_pieces(ReasoningSplitter(starts_inside=is_open), pieces(text, cuts))
-        assert found == split(text, starts_inside=is_open)
-        left = text.replace("<think>", "").replace("</think>", "").split()
-        assert sorted("".join(left)) == sorted(
-            "".join("".join(found).replace("<think>", "").replace("</think>", "").split())
-        )
+    @pytest.mark.parametrize(
+        ("text", "expected", "calls"),
+        [
+            (f"I add.<tool_call>{JSON}</tool_call>", Split("I add.", ""), [ADD]),
+            (f"Or <tool_call>{JSON}</tool_call> hm", Split("Or hm", ""), [ADD]),
+            (f"Or <tool_call>{JSON}</tool_call>?</think>No.",
+             Split(f"Or <tool_call>{JSON}</tool_call>?", "No."), []),
+            (f"Hm</think>Yes<tool_call>{JSON}</tool_call>", Split("Hm", "Yes"), [ADD]),
+            ("Or <tool_call>{", Split("Or <tool_call>{", ""), []),
+        ],
+    )  # fmt: skip
+    def test_calls_in_thoughts(self, text, expected, calls):
+        check("qwen3", text, expected.content, calls, expected.reasoning, THINKING)
+
+    def test_words_behind_closed_thoughts_come_at_once(self):
+        reader = parser("qwen3", prompt=THINKING + "</think>")
+        assert reader.feed("Yes, ") == Split("", "Yes, ")
+        reader = parser("qwen3", prompt=FORMS["qwen3"].head, thinks=False)
+        assert reader.feed("<think>") == Split("", "<think>")
+
+    def test_gemmas_are_not_content(self):
+        text = "<|channel>thought\nhm\n<channel|>yes"
+        check("gemma4", text, "yes", [], "hm\n", FORMS["gemma4"].head)
+
+    def test_stop_tags(self):
+        head = FORMS["qwen3"].head
+        assert parser("qwen3", prompt=head).stop_tags() == ("<think>", "</think>")
+        assert parser("qwen3", prompt=THINKING).stop_tags() == ("", "</think>")
+        assert parser("qwen3", prompt=THINKING + "</think>\n").stop_tags() is None
+        assert parser("qwen2.5").stop_tags() is None
 
 
-class TestQwen:
+class TestJson:
     @pytest.mark.parametrize(
         ("text", "content", "calls"),
         [
-            (f"<tool_call>\n{ADD_JSON}\n</tool_call>", "", [ADD]),
-            (f"Hm <tool_call>{ADD_JSON}</tool_call>\n<tool_call>{ADD_JSON}</tool_call>\n",
+            (f"<tool_call>\n{JSON}\n</tool_call>", "", [ADD]),
+            (f"Hm <tool_call>{JSON}</tool_call>\n<tool_call>{JSON}</tool_call>\n",
              "Hm ", [ADD, ADD]),
             ("<tool_call>{broken</tool_call>", "<tool_call>{broken</tool_call>", []),
             ("<tool_call>[1]</tool_call>x", "<tool_call>[1]</tool_call>x", []),
-            (f"<tool_call>{ADD_JSON}", f"<tool_call>{ADD_JSON}", []),
+            (f"<tool_call><tool_call>{JSON}</tool_call>", "<tool_call>", [ADD]),
             ("no call <", "no call <", []),
             ('<tool_call>{"name": "f"}</tool_call>', "", [Call("f", "{}")]),
-            # A tag inside of a string is no boundary.
             ('<tool_call>{"name": "f", "arguments": {"t": "a </tool_call> b"}}</tool_call>',
              "", [Call("f", '{"t": "a </tool_call> b"}')]),
             ('<tool_call>{"name": "f", "arguments": {"t": "a \\"</tool_call>"}}</tool_call>',
@@ -113,13 +268,23 @@ class TestQwen:
             ('<tool_call>{"name": "f", "arguments": {"t": "<tool_call>"}}</tool_call>!',
              "!", [Call("f", '{"t": "<tool_call>"}')]),
             # A broken block does not take the next one along.
-            (f'<tool_call>{{"bro"ken": "x</tool_call> <tool_call>{ADD_JSON}</tool_call> end',
+            (f'<tool_call>{{"bro"ken": "x</tool_call> <tool_call>{JSON}</tool_call> end',
              '<tool_call>{"bro"ken": "x</tool_call> end', [ADD]),
-            (f"<tool_call>{ADD_JSON}}}</tool_call>x", f"<tool_call>{ADD_JSON}}}</tool_call>x", []),
+            (f"<tool_call>{JSON}}}</tool_call>x", f"<tool_call>{JSON}}}</tool_call>x", []),
+            # Cut behind the call, as by a stop string, and within it.
+            (f"<tool_call>{JSON}", "", [ADD]),
+            (f"<tool_call>{JSON}\n</tool_c", "", [ADD]),
+            (f"<tool_call>{JSON[:-1]}", f"<tool_call>{JSON[:-1]}", []),
+            ('<tool_call>{"name": "f", "arguments": {"d": "False", "e": "12345", "b": "7"}}',
+             "", [Call("f", '{"d": false, "e": "12345", "b": "7"}')]),
+            ('<tool_call>{"name": "f", "arguments": {"b": "\\u5317 \\ud83c\\udf27"}}</tool_call>',
+             "", [Call("f", '{"b": "\u5317 \U0001f327"}')]),
+            ('<tool_call>{"name": "f", "arguments": {"b": "\\ud83c"}}</tool_call>',
+             "", [Call("f", '{"b": "\\ud83c"}')]),
         ],
     )  # fmt: skip
     def test_a_text(self, text, content, calls):
-        check(qwen, text, content, calls)
+        check("qwen2.5", text, content, calls)
 
     @pytest.mark.parametrize(
         ("arguments", "expected"),
@@ -143,17 +308,11 @@ class TestQwen:
     def test_arguments_are_an_object_or_there_is_no_call(self, arguments, expected):
         text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
         calls = [] if expected is None else [Call("f", expected)]
-        assert parsed(qwen(), [text]) == ("" if calls else text, calls)
+        assert parsed(parser("qwen2.5"), [text]) == (Split("", "" if calls else text), calls)
 
-    @given(CALLS, st.lists(st.integers(0, 300)))
-    def test_pieces_do_not_matter(self, text, cuts):
-        assert parsed(qwen(), pieces(text, cuts)) == parsed(qwen(), [text])
-
-    @given(TAGGED)
-    def test_text_without_calls_is_whole(self, text):
-        content, calls = parsed(qwen(), [text])
-        assert not calls
-        assert content == text
+    def test_the_first_call_alone(self):
+        text = f"<tool_call>{JSON}</tool_call>" * 2
+        assert parsed(parser("qwen2.5", max_calls=1), [text]) == (Split("", ""), [ADD])
 
 
 XML = """<tool_call>
@@ -174,119 +333,208 @@ z
 XML_CALL = Call("f", '{"a": 3, "b": "x </parameter> y\\n\\nz", "c": {"k": [1]}}')
 
 
-class TestQwenCoder:
+class TestXml:
     @pytest.mark.parametrize(
         ("text", "content", "calls"),
         [
             (XML, "", [XML_CALL]),
             (f"I do.\n{XML}\n{XML}\n", "I do.\n", [XML_CALL, XML_CALL]),
             ("<tool_call><function=now></function></tool_call>", "", [Call("now", "{}")]),
-            ("<tool_call><function=f><parameter=b>null</parameter></function></tool_call>",
-             "", [Call("f", '{"b": "null"}')]),
-            ("<tool_call><function=f><parameter=a>many</parameter></function></tool_call>",
-             "", [Call("f", '{"a": "many"}')]),
             ("<tool_call><function=f><parameter=b></tool_call></parameter></function></tool_call>.",
              ".", [Call("f", '{"b": "</tool_call>"}')]),
             ("<tool_call><function=f><parameter=a>1</function></tool_call>x",
-             "<tool_call><function=f><parameter=a>1</function></tool_call>x", []),
-            (XML[:-1], XML[:-1], []),
-            (f"<tool_call>{ADD_JSON}</tool_call>", f"<tool_call>{ADD_JSON}</tool_call>", []),
+             "x", [Call("f", '{"a": 1}')]),
+            (f"<tool_call>{JSON}</tool_call>", f"<tool_call>{JSON}</tool_call>", []),
+            # Without the outer tags, and several functions between them.
+            ("<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\nDone.",
+             "Done.", [Call("f", '{"a": 1}')]),
+            ("<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n"
+             "<function=g>\n</function>\n</tool_call>",
+             "", [Call("f", '{"a": 1}'), Call("g", "{}")]),
+            # Without closing tags: at the end, between arguments, behind the last.
+            ("<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n",
+             "", [Call("f", '{"a": 1}')]),
+            (XML[:-1], "", [XML_CALL]),
+            ("<tool_call>\n<function=f>\n<parameter=a>\n1\n<parameter=b>\n2\n</parameter>\n"
+             "</function>\n</tool_call>", "", [Call("f", '{"a": 1, "b": "2"}')]),
+            ("<function=f>\n<parameter=a>\n1\n</function>", "", [Call("f", '{"a": 1}')]),
+            # A value that was cut is none.
+            ("<tool_call>\n<function=f>\n<parameter=b>\n/ho",
+             "<tool_call>\n<function=f>\n<parameter=b>\n/ho", []),
+            ("use <function=f> to call", "use <function=f> to call", []),
         ],
     )  # fmt: skip
     def test_a_text(self, text, content, calls):
-        check(coder, text, content, calls)
+        check("qwen3-coder", text, content, calls)
+
+    @pytest.mark.parametrize(
+        ("key", "text", "value"),
+        [
+            ("a", "007", 7),
+            ("a", "3.0", 3),
+            ("a", "many", "many"),
+            ("b", "null", "null"),
+            ("b", "True", "True"),
+            ("c", "{'k': [True, None]}", {"k": [True, None]}),
+            ("c", "word", "word"),
+            ("d", "False", False),
+            ("d", "1", True),
+            ("e", "12345", "12345"),
+            ("e", "None", None),
+            ("f", "7", 7),
+            ("g", "1.50", 1.5),
+            ("g", "nan", "nan"),
+            ("h", "12345", "12345"),
+            ("unknown", "12345", "12345"),
+        ],
+    )
+    def test_types(self, key, text, value):
+        call = f"<function=f>\n<parameter={key}>\n{text}\n</parameter>\n</function>"
+        _, (found,) = parsed(parser("qwen3-coder"), [call])
+        assert json.loads(found.arguments) == {key: value}
 
 
 class TestLlama:
     @pytest.mark.parametrize(
         ("text", "content", "calls"),
         [
-            (LLAMA_JSON, "", [ADD]),
-            (f"\n {LLAMA_JSON}\n", "", [ADD]),
-            (f"<|python_tag|>{LLAMA_JSON}; {LLAMA_JSON}", "", [ADD, ADD]),
+            (LLAMA, "", [ADD]),
+            (f"\n {LLAMA}\n", "", [ADD]),
+            (f"<|python_tag|>{LLAMA}; {LLAMA}", "", [ADD, ADD]),
             ("{broken", "{broken", []),
             ("The sum is {x}", "The sum is {x}", []),
-            (f"{LLAMA_JSON} and more", "and more", [ADD]),
-            (f"{LLAMA_JSON}\n\nShall I go on?", "Shall I go on?", [ADD]),
-            (f"{LLAMA_JSON}; {LLAMA_JSON} yes", "yes", [ADD, ADD]),
-            (f"Let me see. <|python_tag|>{LLAMA_JSON}", "Let me see. ", [ADD]),
-            (f"I call {LLAMA_JSON}.", "I call .", [ADD]),
+            (f"{LLAMA} and more", "and more", [ADD]),
+            (f"{LLAMA}\n\nShall I go on?", "Shall I go on?", [ADD]),
+            (f"{LLAMA}; {LLAMA} yes", "yes", [ADD, ADD]),
+            (f"Let me see. <|python_tag|>{LLAMA}", "Let me see. ", [ADD]),
+            (f"I call {LLAMA}.", "I call .", [ADD]),
             ("<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
-            ('{"name": "now", "parameters": null}', "", [Call("now", "{}")]),
+            ('{"name": "g", "parameters": null}', "", [Call("g", "{}")]),
             ('{"name": "f", "parameters": {"t": "}; {"}}', "", [Call("f", '{"t": "}; {"}')]),
             ('{"name": 1}', '{"name": 1}', []),
-            ('He is {"name": "Bob"}', 'He is {"name": "Bob"}', []),
-            (LLAMA_JSON[:-1], LLAMA_JSON[:-1], []),
+            ('He is {"name": "Bob", "parameters": {}}', 'He is {"name": "Bob", "parameters": {}}',
+             []),
+            (LLAMA[:-1], LLAMA[:-1], []),
             ("if (a) { return; }", "if (a) { return; }", []),
         ],
-    )
+    )  # fmt: skip
     def test_a_text(self, text, content, calls):
-        check(llama, text, content, calls)
-
-    @example([LLAMA_JSON, "{", '"'], [39])  # ends in an object that is open
-    @example([" a", "{", '"'], [2])
-    @given(
-        st.lists(
-            st.sampled_from([LLAMA_JSON, "<|python_tag|>", "<|py", " a", "{", "}", '"', "; "])
-        ),
-        st.lists(st.integers(0, 100)),
-    )
-    def test_pieces_do_not_matter(self, parts, cuts):
-        text = "".join(parts)
-        assert parsed(llama(), pieces(text, cuts)) == parsed(llama(), [text])
+        check("llama3", text, content, calls)
 
 
-class TestAnswer:
-    """Thoughts, content and calls together."""
+HOSTILE = {
+    "opened blocks": "<tool_call>{",
+    "blocks in strings": '<tool_call>{\\"',
+    "strings in blocks": '<tool_call>{"""',
+    "functions": "<function=f>",
+    "open arguments": "<function=f>\n<parameter=a>\n1\n</function>\n",
+    "ends in an argument": "<function=f><parameter=a></function>",
+    "objects": '{"a":',
+    "space": " ",
+    "calls": f"<tool_call>{JSON}</tool_call>",
+    "starts": "<tool_call><",
+    "Gemma's": '<|tool_call>call:f{<|"|>',
+    "messages": "<|start|>assistant<|channel|>commentary to=functions.f",
+}
+"""Parts of long texts that a parser might look at again and again."""
+
+
+class Counting:
+    """A pattern that counts the characters that it looks at."""
+
+    def __init__(self, pattern, counts):
+        self._pattern, self._counts, self.pattern = pattern, counts, pattern.pattern
+
+    def search(self, text, start=0, **options):
+        found = self._pattern.search(text, start, **options)
+        self._counts["characters"] += (len(text) if found is None else found.end()) - start
+        return found
+
+
+class TestWork:
+    def work(self, name, text, size, monkeypatch):
+        """Calls of functions, those in C too, and characters that searches looked at."""
+        counts = collections.Counter()
+
+        def see(frame, event, argument):
+            counts["calls"] += event in ("call", "c_call")
+
+        reader = parser(name, prompt=FORMS[name].head)
+        word = response_parser._WORD
+        monkeypatch.setattr(response_parser, "_WORD", Counting(word, counts))
+        for watch in (*vars(reader).values(), *reader._closes.values()):
+            if isinstance(watch, response_parser._Watch):
+                watch.starts = Counting(watch.starts, counts)
+        sys.setprofile(see)
+        try:
+            for part in in_pieces(text, size):
+                reader.feed(part)
+            reader.end()
+        finally:
+            sys.setprofile(None)
+            monkeypatch.setattr(response_parser, "_WORD", word)
+        return counts
+
+    @pytest.mark.parametrize("kind", HOSTILE)
+    @pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "llama3", "gemma4", "gpt-oss"])
+    def test_is_linear(self, name, kind, monkeypatch):
+        part = HOSTILE[kind]
+        for size in (4, 10**9):
+            short, long = (
+                self.work(name, part * (num // len(part)), size, monkeypatch)
+                for num in (4_000, 16_000)
+            )
+            for what in ("calls", "characters"):
+                assert long[what] <= 4.5 * short[what] + 200, (what, size, short, long)
+
+
+class TestFormats:
+    @pytest.mark.parametrize("name", FORMS)
+    def test_are_known_by_the_chat_template(self, name):
+        has_calls = FORMS[name].call is not None
+        assert (CALLS in find_format(FORMS[name].template).template.fields) == has_calls
+
+    @pytest.mark.parametrize("template", ["{{ messages }}", None, ""])
+    def test_an_unknown_one_is_content(self, template):
+        reader = ResponseParser(find_format(template).template, schemas={})
+        text = f"<think>a</think> <tool_call>{JSON}</tool_call>"
+        assert parsed(reader, [text]) == (Split("", text), [])
+
+    def test_the_folders_own_is_used(self):
+        own = {
+            "start_anchor": "A:",
+            "fields": {
+                "thinking": {"open": "(", "close": ")"},
+                "content": {},
+                "tool_calls": {
+                    "open": "!", "close": "!", "content": "json", "repeats": True,
+                    "transform": {"type": "function", "function": "{content}"},
+                },
+            },
+        }  # fmt: skip
+        reader = ResponseParser(find_format("<tool_call>", own).template, schemas={}, prompt="A:(")
+        assert parsed(reader, [f"hm)yes!{JSON}!"]) == (Split("hm", "yes"), [ADD])
 
     @pytest.mark.parametrize(
-        ("text", "expected", "calls"),
+        ("change", "message"),
         [
-            (f"I add.<tool_call>{ADD_JSON}</tool_call>", Split("I add.", ""), [ADD]),
-            (f"Or <tool_call>{ADD_JSON}</tool_call> hm", Split("Or hm", ""), [ADD]),
-            (f"Or <tool_call>{ADD_JSON}</tool_call>?</think>No.",
-             Split(f"Or <tool_call>{ADD_JSON}</tool_call>?", "No."), []),
-            (f"Hm</think>Yes<tool_call>{ADD_JSON}</tool_call>", Split("Hm", "Yes"), [ADD]),
-            ("Or <tool_call>{", Split("Or <tool_call>{", ""), []),
-            ("only thoughts </thi", Split("only thoughts </thi", ""), []),
+            ({"fields": {"content": {}, "mood": {"open": "x"}}}, "field 'mood' is none of"),
+            ({"fields": {"thinking": {"open_pattern": ".*x"}}}, "'.\\*x' has no literal start"),
+            ({"fields": {"tool_calls": {"open": "x", "content": "kv-lines"}}}, "'kv-lines'"),
+            ({"fields": {"content": {"shut": "x"}}}, "field 'content' has keys beside"),
+            ({"version": 2}, "version 2"),
+            ({"start_anchor": None}, "cannot be used"),
         ],
-    )  # fmt: skip
-    def test_thoughts_that_the_prompt_opens(self, text, expected, calls):
-        for size in (*range(1, 9), len(text)):
-            reader = AnswerReader(ReasoningSplitter(starts_inside=True), qwen)
-            found = Split("", "")
-            for start in range(0, len(text), size):
-                found += reader.feed(text[start : start + size])
-            assert (found + reader.end(), reader.calls) == (expected, calls), size
+    )
+    def test_one_that_cannot_be_used_is_refused(self, change, message, caplog):
+        own = {"start_anchor": "A:", "fields": {"content": {}}, **change}
+        with pytest.raises(InvalidConfigError, match=message):
+            load_template(own)
+        own["fields"] = {**own["fields"], "content": own["fields"].get("content", {})}
+        assert find_format("<tool_call>", own).template.fields.keys() == {"tool_calls", "content"}
+        assert "replies are read as the chat template says" in caplog.text
 
-    @given(
-        st.lists(st.sampled_from(["</think>", "<think>", ADD_JSON, "<tool_call>", "</tool_call>",
-                                  "<|python_tag|>", LLAMA_JSON, "a", " ", "{", '"'])),
-        st.lists(st.integers(0, 300)),
-        st.booleans(),
-        st.sampled_from([qwen, llama, coder]),
-    )  # fmt: skip
-    def test_pieces_do_not_matter(self, parts, cuts, is_open, make_parser):
-        text = "".join(parts)
-
-        def read(pieces):
-            reader = AnswerReader(ReasoningSplitter(starts_inside=is_open), make_parser)
-            found = Split("", "")
-            for piece in pieces:
-                found += reader.feed(piece)
-            return found + reader.end(), reader.calls
-
-        assert read(pieces(text, cuts)) == read([text])
-
-    def test_the_first_call_alone(self):
-        reader = AnswerReader(None, qwen, max_calls=1)
-        found = reader.feed(f"<tool_call>{ADD_JSON}</tool_call>" * 2) + reader.end()
-        assert (found, reader.calls) == (Split("", ""), [ADD])
-
-
-def test_the_template_says_the_format():
-    assert find_format("... <tool_call> ...") is TOOL_FORMATS["qwen"]
-    assert find_format("... <tool_call>\\n<function=f> ...") is TOOL_FORMATS["qwen_coder"]
-    assert find_format("... <|python_tag|> ...") is TOOL_FORMATS["llama"]
-    assert find_format('{"name": f, "parameters": {}}') is TOOL_FORMATS["llama"]
-    assert find_format("{{ messages }}") is find_format(None) is None
+    def test_ours_are_in_transformers_form(self):
+        for template in templates().values():
+            assert load_template(json.loads(json.dumps(template))).fields
+        assert known_template("<tool_call>")["fields"].keys() == {"tool_calls", "content"}

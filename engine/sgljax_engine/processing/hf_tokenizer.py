@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sgljax_engine.processing.chat_template import render
 from sgljax_engine.processing.tokenizer import DEFAULT_DECODE_OPTIONS, DecodeOptions, check_bools
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_METASPACE = "\u2581"
 
 
 class HFTokenizer:
@@ -38,9 +42,68 @@ class HFTokenizer:
         return {token: byte for byte, token in enumerate(ids)} if is_whole_run else {}
 
     @property
-    def chat_template(self) -> str | None:
-        """The source of the chat template; of several, the default one."""
-        return _template_source(self._tokenizer)
+    def special_tokens(self) -> Sequence[str]:
+        """Names of the special tokens."""
+        return self._special_tokens
+
+    @functools.cached_property
+    def _special_tokens(self) -> Sequence[str]:
+        added = getattr(self._tokenizer, "added_tokens_decoder", {}).values()
+        names = [token.content for token in added if token.special]
+        return list(dict.fromkeys([*names, *self._tokenizer.all_special_tokens]))
+
+    @property
+    def response_template(self) -> Any:
+        """The response template of the tokenizer's folder; None without one."""
+        # transformers has it as an attribute from 5.13 on; before, with what else the folder sets.
+        found = getattr(self._tokenizer, "response_template", None)
+        return found or getattr(self._tokenizer, "init_kwargs", {}).get("response_template")
+
+    def get_chat_template(self, *, has_tools: bool = False) -> str | None:
+        """The source of the chat template; of several, the one that transformers renders."""
+        template = getattr(self._tokenizer, "chat_template", None)
+        if isinstance(template, list):  # as in tokenizer_config.json
+            template = {each["name"]: each["template"] for each in template}
+        if isinstance(template, dict):
+            default = template.get("default")
+            template = template.get("tool_use", default) if has_tools else default
+        return template if isinstance(template, str) else None
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """The bytes that a token stands for, a part of a character too; None if not known."""
+        name = self._tokenizer.convert_ids_to_tokens(token)
+        if not isinstance(name, str):
+            return None
+        if name in self._added_names:
+            return name.encode()
+        if byte := _BYTE_TOKEN.fullmatch(name):
+            return bytes([int(byte[1], 16)])
+        if self._is_byte_level:
+            known = _byte_level_codes()
+            return bytes(known[c] for c in name) if all(c in known for c in name) else None
+        return name.replace(_METASPACE, " ").encode() if self._is_metaspace else None
+
+    @functools.cached_property
+    def _added_names(self) -> frozenset[str]:
+        added = getattr(self._tokenizer, "added_tokens_decoder", {}).values()
+        return frozenset(token.content for token in added)
+
+    @functools.cached_property
+    def _is_byte_level(self) -> bool:
+        # Found by trial, since a tokenizer's decoder is not public.
+        return self._writes("\u0120a", " a") and not self._is_metaspace
+
+    @functools.cached_property
+    def _is_metaspace(self) -> bool:
+        return self._writes(f"{_METASPACE}a", " a")
+
+    def _writes(self, name: str, text: str) -> bool:
+        """Whether a token of a name is written as a text, behind another token."""
+        write = getattr(self._tokenizer, "convert_tokens_to_string", None)
+        try:
+            return write is not None and write(["a", name]) == f"a{text}"
+        except (KeyError, ValueError):
+            return False
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the tokenizer's special tokens."""
@@ -118,9 +181,10 @@ class HFTokenizer:
         return self.encode_conversation(text)
 
 
-def _template_source(tokenizer: Any) -> str | None:
-    """The Jinja source of a Hugging Face tokenizer's chat template."""
-    template = getattr(tokenizer, "chat_template", None)
-    if isinstance(template, dict):
-        template = template.get("default")
-    return template if isinstance(template, str) else None
+@functools.cache
+def _byte_level_codes() -> Mapping[str, int]:
+    """The byte that each character of a byte-level token stands for, after GPT-2."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    codes = {chr(byte): byte for byte in shown}
+    return codes | {chr(0x100 + number): byte for number, byte in enumerate(hidden)}

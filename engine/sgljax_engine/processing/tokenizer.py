@@ -49,8 +49,25 @@ class Tokenizer(Protocol):
         ...
 
     @property
-    def chat_template(self) -> str | None:
-        """The source of the chat template, in Jinja; None without one."""
+    def special_tokens(self) -> Sequence[str]:
+        """Names of the special tokens, as far as they are known."""
+        ...
+
+    @property
+    def response_template(self) -> Any:
+        """The response template of the tokenizer's folder; None without one."""
+        ...
+
+    def get_chat_template(self, *, has_tools: bool = False) -> str | None:
+        """The source of the chat template, in Jinja; None without one.
+
+        Args:
+            has_tools: Whether it renders tools; some tokenizers have a template for that.
+        """
+        ...
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """The bytes that a token stands for, a part of a character too; None if not known."""
         ...
 
     def encode(self, text: str) -> list[int]:

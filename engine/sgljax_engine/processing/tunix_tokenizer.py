@@ -31,8 +31,21 @@ class TunixTokenizer:
         return {}
 
     @property
-    def chat_template(self) -> str | None:
+    def special_tokens(self) -> Sequence[str]:
+        """Empty: such a tokenizer does not name them."""
+        return ()
+
+    @property
+    def response_template(self) -> Any:
+        """None: such a tokenizer has no folder."""
+        return None
+
+    def get_chat_template(self, *, has_tools: bool = False) -> str | None:
         """None: such a tokenizer does not show its template."""
+        return None
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """None: such a tokenizer does not show its tokens."""
         return None
 
     def encode(self, text: str) -> list[int]:
@@ -137,9 +150,22 @@ class TunixHFTokenizer(TunixTokenizer):
         return self._hf.byte_run_ids
 
     @property
-    def chat_template(self) -> str | None:
+    def special_tokens(self) -> Sequence[str]:
+        """Names of the special tokens."""
+        return self._hf.special_tokens
+
+    @property
+    def response_template(self) -> Any:
+        """The response template of the tokenizer's folder; None without one."""
+        return self._hf.response_template
+
+    def get_chat_template(self, *, has_tools: bool = False) -> str | None:
         """The source of the chat template; None without one."""
-        return self._hf.chat_template
+        return self._hf.get_chat_template(has_tools=has_tools)
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """The bytes that a token stands for; None if not known."""
+        return self._hf.token_bytes(token)
 
     def check_decode_options(self, options: DecodeOptions) -> None:
         """Supports all options, which must be bools."""

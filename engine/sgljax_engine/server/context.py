@@ -12,18 +12,34 @@ from sgljax_engine.server.workers import Workers
 
 
 class TokenTexts:
-    """Text of single tokens, kept by id."""
+    """Text of single tokens, kept by id.
+
+    Attributes:
+        special: The texts of special tokens, as far as they are known.
+    """
 
     def __init__(self, engine: Engine) -> None:
         """Knows none."""
+        self.special = frozenset(engine.special_tokens)
         self._engine = engine
         self._texts: dict[int, str] = {}
 
     def __getitem__(self, token: int) -> str:
-        """The text of a token; U+FFFD where it is a part of a character."""
+        """The text of a token, with its space; U+FFFD where it is a part of a character."""
         if token not in self._texts:
-            self._texts[token] = self._engine.detokenize([token], skip_special_tokens=None)
+            known = self._engine.token_bytes(token)
+            self._texts[token] = (
+                self._engine.detokenize([token], skip_special_tokens=None)
+                if known is None
+                else known.decode(errors="replace")
+            )
         return self._texts[token]
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """The bytes of a token; None for a part of a character that is not known."""
+        known = self._engine.token_bytes(token)
+        text = self[token]
+        return text.encode() if known is None and "\ufffd" not in text else known
 
 
 @dataclasses.dataclass

@@ -193,7 +193,7 @@ MESSAGE = foreign_fields(
     (
         (
             "messages hold text, tool_calls and reasoning_content",
-            "refusal annotations audio function_call reasoning reasoning_details parsed task",
+            "refusal annotations audio function_call reasoning_details parsed task",
         ),
     ),
     _NEUTRAL,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -13,15 +12,14 @@ from sgljax_engine import InvalidRequestError
 from sgljax_engine.server.context import ServerContext
 from sgljax_engine.server.generation import Job, PieceStream, new_rids
 from sgljax_engine.server.openai import parts
-from sgljax_engine.server.openai.calls import Call
 from sgljax_engine.server.openai.messages import template_messages
 from sgljax_engine.server.openai.models import check_model
 from sgljax_engine.server.openai.parts import Output
-from sgljax_engine.server.openai.reader import AnswerReader
-from sgljax_engine.server.openai.reasoning import CLOSE, OPEN, ReasoningSplitter
+from sgljax_engine.server.openai.reply_formats import ReplyReading
+from sgljax_engine.server.openai.response_parser import ResponseParser
+from sgljax_engine.server.openai.response_values import Call
 from sgljax_engine.server.openai.schemas import ChatRequest
 from sgljax_engine.server.openai.template import generation_prompt, template_options
-from sgljax_engine.server.openai.tools import ToolFormat, find_format
 from sgljax_engine.server.prepared import prepared, written
 from sgljax_engine.server.replies import EventStream, event, reply
 from sgljax_engine.server.routes import OpenAIRoute
@@ -56,21 +54,21 @@ class _Call:
         self._texts = context.token_texts
         self._model = body.model or context.config.model_name
         self._id = parts.reply_id("chatcmpl")
-        uses_tools = bool(body.tools) and body.tool_choice != "none"
-        self._tool_format = _tool_format(engine.chat_template) if uses_tools else None
+        tools = body.tools if body.tools and body.tool_choice != "none" else None
+        self._reading = ReplyReading(
+            engine,
+            tools,
+            thinks=body.separate_reasoning,
+            skips_special_tokens=body.skip_special_tokens is not False,
+        )
         self._prompt_ids = engine.apply_chat_template(
             template_messages(body.messages),
             add_generation_prompt=generation_prompt(body),
             continue_final_message=body.continue_final_message,
-            template_options=template_options(
-                body.chat_template_kwargs, body.tools if uses_tools else None
-            ),
+            template_options=template_options(body.chat_template_kwargs, tools),
             max_tokens=engine.max_model_len,
         )
-        # The end of the prompt says whether the template lets the model think from the start.
-        end = engine.detokenize(self._prompt_ids[-16:], skip_special_tokens=None)
-        self._starts_inside = end.rstrip().endswith(OPEN) or _continues_thoughts(body)
-        self._thinks = body.separate_reasoning and CLOSE in (engine.chat_template or "")
+        self._prompt = engine.detokenize(self._prompt_ids, skip_special_tokens=None)
         given = (body.max_tokens, body.max_completion_tokens)
         if None not in given and given[0] != given[1]:
             raise InvalidRequestError(
@@ -99,9 +97,15 @@ class _Call:
     def _text_options(self) -> dict[str, Any]:
         """A message stands alone, and what a client says of its end is said of the content."""
         options: dict[str, Any] = {"decode_behind_prompt": self._body.continue_final_message}
-        if self._thinks:
-            options["reasoning_tags"] = ("" if self._starts_inside else OPEN, CLOSE)
+        options["reasoning_tags"] = self._parser().stop_tags()
+        if self._reading.needs_special_tokens:
+            options["skip_special_tokens"] = False
         return options
+
+    def _parser(self) -> ResponseParser:
+        return self._reading.parser(
+            self._prompt, max_calls=1 if self._body.parallel_tool_calls is False else None
+        )
 
     def answer(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """The whole reply."""
@@ -116,14 +120,14 @@ class _Call:
         return {"prompt_token_ids": self._prompt_ids} if self._body.return_token_ids else {}
 
     def _choice(self, index: int, output: Output) -> dict[str, Any]:
-        reader = self._reader()
-        reasoning, content = reader.feed(output["text"]) + reader.end()
+        parser = self._parser()
+        reasoning, content = parser.feed(output["text"]) + parser.end()
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if reasoning:
             message["reasoning_content"] = reasoning
-        if reader.calls:
+        if parser.calls:
             message["content"] = content or None
-            message["tool_calls"] = [call.to_dict(i) for i, call in enumerate(reader.calls)]
+            message["tool_calls"] = [call.to_dict(i) for i, call in enumerate(parser.calls)]
         ids = parts.id_fields(self._body, output)
         if self._body.return_token_ids:
             # A client that sends the message back, as it is, keeps the tokens.
@@ -132,14 +136,14 @@ class _Call:
             "index": index,
             "message": message,
             "logprobs": self._logprobs(output),
-            **_finish(output, reader.calls),
+            **_finish(output, parser.calls),
             **ids,
         }
 
     async def events(self, pieces: PieceStream) -> AsyncIterator[str]:
         """The reply as a stream of chunks."""
         head = parts.head("chat.completion.chunk", self._id, self._model)
-        readers = [self._reader() for _ in range(self._num_samples)]
+        parsers = [self._parser() for _ in range(self._num_samples)]
         for index in range(self._num_samples):
             delta = {"role": "assistant", "content": ""}
             choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
@@ -148,40 +152,30 @@ class _Call:
         async for piece in pieces:
             index = piece["index"]
             last[index] = piece
-            yield event({**head, "choices": [self._chunk(index, piece, readers[index])]})
+            yield event({**head, "choices": [self._chunk(index, piece, parsers[index])]})
         for each in parts.last_events(self._body, head, last, self._num_samples):
             yield each
 
-    def _chunk(self, index: int, piece: Output, reader: AnswerReader) -> dict[str, Any]:
-        num_calls = len(reader.calls)
-        new = reader.feed(piece["text"])
+    def _chunk(self, index: int, piece: Output, parser: ResponseParser) -> dict[str, Any]:
+        num_calls = len(parser.calls)
+        new = parser.feed(piece["text"])
         if piece["meta_info"]["finish_reason"] is not None:
-            new += reader.end()
+            new += parser.end()
         delta: dict[str, Any] = {}
         if new.content:
             delta["content"] = new.content
         if new.reasoning:
             delta["reasoning_content"] = new.reasoning
-        if len(reader.calls) > num_calls:
-            found = enumerate(reader.calls[num_calls:], num_calls)
+        if len(parser.calls) > num_calls:
+            found = enumerate(parser.calls[num_calls:], num_calls)
             delta["tool_calls"] = [call.to_dict(number) for number, call in found]
         return {
             "index": index,
             "delta": delta,
             "logprobs": self._logprobs(piece),
-            **_finish(piece, reader.calls),
+            **_finish(piece, parser.calls),
             **parts.id_fields(self._body, piece),
         }
-
-    def _reader(self) -> AnswerReader:
-        splitter = ReasoningSplitter(starts_inside=self._starts_inside) if self._thinks else None
-        body = self._body
-        if self._tool_format is None:
-            return AnswerReader(splitter, None)
-        schemas = {tool.function.name: tool.function.parameters or {} for tool in body.tools or ()}
-        make_parser = functools.partial(self._tool_format.make_parser, schemas)
-        max_calls = 1 if body.parallel_tool_calls is False else None
-        return AnswerReader(splitter, make_parser, max_calls=max_calls)
 
     def _logprobs(self, output: Output) -> dict[str, Any] | None:
         if not self._body.logprobs:
@@ -197,17 +191,9 @@ class _Call:
 
     def _entry(self, entry: Any) -> dict[str, Any]:
         logprob, token, _ = entry
-        text = self._texts[token]
-        # The bytes of a part of a character are not known.
-        known = None if "\ufffd" in text else list(text.encode())
+        known = self._texts.bytes_of(token)
         name = parts.token_name(self._body, self._texts, token)
-        return {"token": name, "logprob": logprob, "bytes": known}
-
-
-def _continues_thoughts(body: ChatRequest) -> bool:
-    """Whether the message that is to be continued has thoughts that go on."""
-    content = body.messages[-1].text() if body.continue_final_message else ""
-    return content.lstrip().startswith(OPEN) and CLOSE not in content
+        return {"token": name, "logprob": logprob, "bytes": known and list(known)}
 
 
 def _finish(output: Output, calls: Sequence[Call]) -> dict[str, Any]:
@@ -215,13 +201,3 @@ def _finish(output: Output, calls: Sequence[Call]) -> dict[str, Any]:
     if calls and fields["finish_reason"] == "stop":
         fields["finish_reason"] = "tool_calls"
     return fields
-
-
-def _tool_format(template: str | None) -> ToolFormat:
-    found = find_format(template)
-    if found is None:
-        raise InvalidRequestError(
-            "tools need a chat template in one of the formats of tool calls that are known, and "
-            "the model's is in none"
-        )
-    return found

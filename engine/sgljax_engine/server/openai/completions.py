@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
@@ -54,6 +55,7 @@ class _Progress:
 
     Attributes:
         offset: Characters that log-probs have counted.
+        utf8: Has the bytes of a character that is not whole yet.
         is_started: Whether the first piece was sent.
         broken: The end of an echoed prompt of ids that is a part of a character, until it is known
             whether the output completes it.
@@ -61,6 +63,9 @@ class _Progress:
     """
 
     offset: int = 0
+    utf8: codecs.IncrementalDecoder = dataclasses.field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
+    )
     is_started: bool = False
     broken: str = ""
     output_ids: list[int] = dataclasses.field(default_factory=list)
@@ -150,7 +155,8 @@ class _Call:
             choice["text"] = self._echo(text, ids, output, progress, is_first=is_first)
         choice["logprobs"] = None
         if self._body.logprobs is not None:
-            choice["logprobs"] = self._logprobs(output, progress, ids, self._body.echo and is_first)
+            echoed = choice["text"] if self._body.echo and is_first else None
+            choice["logprobs"] = self._logprobs(output, progress, ids, echoed)
         choice |= parts.finish_fields(output)
         choice |= parts.id_fields(self._body, output)
         if self._body.return_token_ids and is_first:
@@ -189,9 +195,10 @@ class _Call:
         return broken if whole.startswith(before) else ""
 
     def _logprobs(
-        self, output: Output, progress: _Progress, prompt_ids: list[int], with_prompt: bool
+        self, output: Output, progress: _Progress, prompt_ids: list[int], echoed: str | None
     ) -> dict[str, list[Any]]:
-        meta = output["meta_info"]
+        """Log-probs of new tokens, behind those of the prompt where its text is echoed."""
+        meta, with_prompt = output["meta_info"], echoed is not None
         entries, tops = list(meta["output_token_logprobs"]), self._tops(meta, "output")
         if with_prompt and "input_token_logprobs" in meta:
             entries = meta["input_token_logprobs"] + entries
@@ -199,16 +206,32 @@ class _Call:
         elif with_prompt:  # aborted before its prompt was scored
             entries = [(None, token, None) for token in prompt_ids] + entries
             tops = [None] * len(prompt_ids) + tops
+        num_echoed = len(prompt_ids) if with_prompt else 0
         offsets = []
-        for _, token, _ in entries:
+        for index, (_, token, _) in enumerate(entries):
             offsets.append(progress.offset)
-            progress.offset += len(self._texts[token])
+            self._pass(token, progress, echoed if index < num_echoed else None)
         return {
             "tokens": [self._name(token) for _, token, _ in entries],
             "token_logprobs": [logprob for logprob, _, _ in entries],
             "top_logprobs": tops,
             "text_offset": offsets,
         }
+
+    def _pass(self, token: int, progress: _Progress, echoed: str | None) -> None:
+        """Counts the characters that a token completes in the text."""
+        name = self._texts[token]
+        if name in self._texts.special:
+            is_shown = self._body.skip_special_tokens is False
+            if echoed is not None:
+                is_shown = echoed.startswith(name, progress.offset)
+            progress.offset += len(name) if is_shown else 0
+            return
+        known = self._texts.bytes_of(token)
+        text = progress.utf8.decode(name.encode() if known is None else known)
+        if echoed is not None and progress.offset == 0 and not echoed.startswith(text):
+            text = text.removeprefix(" ")  # a tokenizer put it there
+        progress.offset += len(text)
 
     def _tops(self, meta: Mapping[str, Any], side: str) -> list[dict[str, float] | None]:
         name = f"{side}_top_logprobs"

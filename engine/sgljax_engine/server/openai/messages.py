@@ -10,7 +10,7 @@ from pydantic import Field
 from sgljax_engine import ForeignField, InvalidRequestError
 from sgljax_engine.server.fields import Body, TokenIds
 from sgljax_engine.server.foreign import MESSAGE, TEXT_ONLY, TEXT_PART, TOOL, TOOL_CALL
-from sgljax_engine.server.openai.calls import read_json
+from sgljax_engine.server.openai.response_values import read_json
 
 
 class TextPart(Body):
@@ -52,6 +52,7 @@ class Message(Body):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = Field(None, description="vLLM's other name of reasoning_content")
     token_ids: TokenIds | None = Field(None, description="what was sampled; kept as it is")
     prompt_token_ids: TokenIds | None = Field(None, description="its prompt; checked")
 
@@ -70,7 +71,7 @@ class FunctionDefinition(Body):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = Field(None, description="constrained decoding is missing")
+    strict: bool | None = Field(None, description="accepted and not enforced")
 
 
 class Tool(Body):
@@ -103,10 +104,13 @@ def _template_message(index: int, message: Message) -> dict[str, Any]:
         content = ""
     role = "system" if message.role == "developer" else message.role
     made: dict[str, Any] = {"role": role, "content": content}
-    for name in ("name", "tool_call_id", "reasoning_content", "token_ids", "prompt_token_ids"):
-        value = getattr(message, name)
-        if value is not None:
-            made[name] = value
+    thoughts = {message.reasoning, message.reasoning_content} - {None}
+    if len(thoughts) > 1:
+        raise InvalidRequestError(f"messages.{index}.reasoning contradicts its reasoning_content")
+    made["reasoning_content"] = next(iter(thoughts), None)
+    for name in ("name", "tool_call_id", "token_ids", "prompt_token_ids"):
+        made[name] = getattr(message, name)
+    made = {name: value for name, value in made.items() if value is not None or name == "content"}
     if message.tool_calls:
         is_rendered = message.token_ids is None
         made["tool_calls"] = [

@@ -40,5 +40,7 @@ def template_options(given: dict[str, Any] | None, tools: Sequence[Tool] | None)
     if tools and "tools" in options:
         raise InvalidRequestError("chat_template_kwargs must not set 'tools'; give tools")
     if tools:
-        options["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
+        # `strict` is for servers: no model was trained to read it.
+        left_out = {"function": {"strict"}}
+        options["tools"] = [t.model_dump(exclude_none=True, exclude=left_out) for t in tools]
     return options

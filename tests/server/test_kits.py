@@ -1,0 +1,162 @@
+"""Conversations with a tool, two turns each, through the clients and agent kits that people use."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from sgljax_engine import Engine
+from tests.geometry import SMALL
+from tests.server.scripted import ScriptedTokenizer
+from tests.server.served import FOLDER, serving
+from tests.server.test_node_client import ask
+
+pytestmark = pytest.mark.slow
+
+QUESTION = "How much is it?"
+CALL = (
+    '<think>I must add.</think>I add.\n<tool_call>\n{"name": "add", "arguments": '
+    '{"x": 1, "y": "2", "unit": "\u5143"}}\n</tool_call>'
+)
+ANSWER = "It is 3 \u5143."
+SETTINGS: dict[str, Any] = {"temperature": 0, "max_tokens": len(CALL) + 8}
+BODY = {"ignore_eos": True}
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {name: {"type": "integer"} for name in "xy"},
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return ScriptedTokenizer()
+
+
+@pytest.fixture(scope="module")
+def served(tokenizer):
+    with Engine(FOLDER, tokenizer=tokenizer, **SMALL) as engine, serving(engine) as served:
+        yield served
+
+
+@pytest.fixture
+def added(tokenizer):
+    """What the tool was called with; it makes the model answer."""
+    tokenizer.text = CALL
+    calls: list[Any] = []
+    yield calls
+    tokenizer.text = ""
+
+
+def make_add(tokenizer, calls):
+    def add(x: int, y: int, unit: str | None = None) -> str:
+        """Adds two numbers."""
+        calls.append((x, y, unit))
+        tokenizer.text = ANSWER
+        return f"{x + y} {unit}"
+
+    return add
+
+
+def messages_of(message: Any) -> list[Any]:
+    """The conversation behind a message with a call, as the official clients keep it."""
+    (call,) = message["tool_calls"]
+    arguments = json.loads(call["function"]["arguments"])
+    assert (call["function"]["name"], arguments) == ("add", {"x": 1, "y": 2, "unit": "\u5143"})
+    assert message["content"] == "I add.\n"
+    assert message["reasoning_content"] == "I must add."
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
+    return [{"role": "user", "content": QUESTION}, message, result]
+
+
+def test_openai_for_python(served, tokenizer, added):
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+
+        def turn(messages: list[Any]) -> Any:
+            options = {**SETTINGS, "model": "policy", "tools": [TOOL], "extra_body": BODY}
+            reply: Any = client.chat.completions.create(messages=messages, **options)
+            return reply.choices[0]
+
+        choice = turn([{"role": "user", "content": QUESTION}])
+        assert choice.finish_reason == "length"  # the script is a character a token
+        messages = messages_of(choice.message.model_dump(exclude_none=True))
+        tokenizer.text = ANSWER
+        assert turn(messages).message.content == ANSWER
+
+
+def test_openai_for_node(served, tokenizer, added):
+    options = {**SETTINGS, **BODY, "model": "policy", "tools": [TOOL]}
+    reply = ask(served, "chat", messages=[{"role": "user", "content": QUESTION}], **options)
+    messages = messages_of(reply["choices"][0]["message"])
+    tokenizer.text = ANSWER
+    reply = ask(served, "chat", messages=messages, **options)
+    assert reply["choices"][0]["message"]["content"] == ANSWER
+
+
+def run_agent(served, run) -> str:
+    """What an agent answers; its client is closed in the loop that it was used in."""
+
+    async def with_client() -> str:
+        url = f"{served.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            return await run(client)
+
+    return asyncio.run(with_client())
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_openai_agents(served, tokenizer, added, is_streamed):
+    import agents
+
+    agents.set_tracing_disabled(True)
+
+    async def run(client: openai.AsyncOpenAI) -> str:
+        agent = agents.Agent(
+            name="adder",
+            model=agents.OpenAIChatCompletionsModel(model="policy", openai_client=client),
+            model_settings=agents.ModelSettings(extra_body=BODY, **SETTINGS),
+            tools=[agents.function_tool(make_add(tokenizer, added))],
+        )
+        if not is_streamed:
+            return (await agents.Runner.run(agent, QUESTION)).final_output
+        result = agents.Runner.run_streamed(agent, QUESTION)
+        async for _ in result.stream_events():
+            pass
+        return result.final_output
+
+    assert run_agent(served, run) == ANSWER
+    assert added == [(1, 2, "\u5143")]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_pydantic_ai(served, tokenizer, added, is_streamed):
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    async def drain(_: Any, events: Any) -> None:
+        async for _ in events:
+            pass
+
+    async def run(client: openai.AsyncOpenAI) -> str:
+        settings: Any = {**SETTINGS, "extra_body": BODY}
+        agent = Agent(
+            OpenAIChatModel("policy", provider=OpenAIProvider(openai_client=client)),
+            tools=[make_add(tokenizer, added)],
+            model_settings=settings,
+        )
+        handler = drain if is_streamed else None  # one makes it stream
+        return (await agent.run(QUESTION, event_stream_handler=handler)).output
+
+    assert run_agent(served, run) == ANSWER
+    assert added == [(1, 2, "\u5143")]
