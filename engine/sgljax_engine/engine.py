@@ -52,7 +52,7 @@ from sgljax_engine.io_struct import (
 )
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import load_model_config
-from sgljax_engine.models.weight_rules import hf_rules
+from sgljax_engine.models.weight_rules import hf_source
 from sgljax_engine.observability.metrics import EngineState
 from sgljax_engine.observability.progress import EngineProgress, ProgressListener
 from sgljax_engine.observability.trace import MAX_EVENTS, Recording
@@ -1064,8 +1064,9 @@ class Engine:
     ) -> Callable[[], WeightSource]:
         if isinstance(source, (str, os.PathLike)):
             return functools.partial(sources.same_model_weights, self._model, Path(source), rules)
-        rules = hf_rules(self._model) if rules is None else check_rules(rules)
-        return functools.partial(WeightSource, source, rules)
+        if rules is not None:
+            return functools.partial(WeightSource, source, check_rules(rules))
+        return functools.partial(hf_source, self._model, source, None)
 
     def _update_job(
         self,

@@ -211,7 +211,6 @@ def test_positions_of_images_change_nothing():
     [
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types 'sliding_attention'"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"attention_bias": True}, "attention_bias=True"),
         ({"attn_output_gate": False}, "attn_output_gate=False"),
         ({"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type='yarn'"),
