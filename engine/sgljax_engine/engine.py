@@ -954,8 +954,8 @@ class Engine:
 
         Args:
             name: Name of the adapter.
-            source: A pytree that holds A and B of each `LoraRule`; the engine copies it and never
-                aliases it.
+            source: A pytree that holds A and B of each `LoraRule`, and nothing else but what a rule
+                ignores; the engine copies it and never aliases it.
             rules: LoRA rules, and the rules that map the weights they change; reuse the objects.
             mode: What happens to started requests of this adapter; see `update_weights`.
             flush_cache: As in `update_weights`.
@@ -965,7 +965,8 @@ class Engine:
 
         Raises:
             WeightSyncError: names each pair that is incomplete, does not fit, has too large a rank,
-                or changes a projection without room for adapters. The old adapter keeps serving.
+                or changes a projection without room for adapters, and each leaf of no pair, such as
+                a magnitude of DoRA. The old adapter keeps serving.
             EngineStateError: when there is no free slot, or the engine has no weights.
             InvalidRequestError: for an invalid name.
         """

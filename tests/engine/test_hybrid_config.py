@@ -12,13 +12,16 @@ import pytest
 from safetensors.numpy import load_file
 
 from sgljax_engine import (
+    EngineConfig,
     InvalidConfigError,
     RopeConfig,
     UnsupportedModelError,
     hf_rules,
+    load_model_config,
     model_config_from_hf,
     to_hf_tensors,
 )
+from sgljax_engine.builder.sources import pick_dtype
 from sgljax_engine.models.registry import get_model
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -137,6 +140,14 @@ def test_parameters_of_published_models(model):
     assert sum(math.prod(spec.shape) for spec in specs.values()) == count
     assert len(config.cached_layers) * 4 == config.num_layers
     assert config.rope == RopeConfig(theta=1e7, rotary_dim=64)
+
+
+def test_published_folders_name_their_dtype_inside():
+    """All of Qwen3.5's do; where there are no weights to ask, it counts."""
+    folder = REAL_CONFIGS / "qwen3.5-0.8b"
+    assert json.loads((folder / "config.json").read_text()).get("dtype") is None
+    assert pick_dtype(EngineConfig(), folder) == "bfloat16"
+    assert load_model_config(folder).tie_word_embeddings
 
 
 @pytest.fixture(params=NAMES)

@@ -10,9 +10,10 @@ import functools
 import numpy as np
 
 from tests.folders.drafts import Draft
-from tests.folders.edits import EDITS, Edit
+from tests.folders.edits import EDITS, SETTING_EDITS, Edit
 from tests.folders.families import FAMILIES
 from tests.folders.file_edits import FILE_EDITS
+from tests.folders.rope_edits import ROPE_EDITS
 
 WALKS_OF_A_FAMILY = 10
 _FIRST = ("dim", "tie", "files")
@@ -24,7 +25,11 @@ def cases() -> dict[str, Draft]:
     """All folders by name; the same ones in each process."""
     found: dict[str, Draft] = {}
     for family in FAMILIES:
-        edits = [edit for edit in (*EDITS, *FILE_EDITS) if family in edit.families]
+        edits = [
+            edit
+            for edit in (*SETTING_EDITS, *ROPE_EDITS, *EDITS, *FILE_EDITS)
+            if family in edit.families
+        ]
         chosen: list[tuple[Edit, ...]] = [(), *((edit,) for edit in edits)]
         rng = np.random.default_rng([57, *family.encode()])
         chosen += [_walk(edits, rng) for _ in range(WALKS_OF_A_FAMILY)]

@@ -120,7 +120,7 @@ class Family(NamedTuple):
     def shapes(self, text: Config) -> Shapes:
         """Shapes of all weights, with a head of their own."""
         hidden, prefix = text["hidden_size"], self.prefix
-        found = {f"{prefix}embed_tokens.weight": (text["vocab_size"], hidden)}
+        found: Shapes = {f"{prefix}embed_tokens.weight": (text["vocab_size"], hidden)}
         for layer in range(text["num_hidden_layers"]):
             for name, shape in self.layer(text, layer).items():
                 found[f"{prefix}layers.{layer}.{name}"] = shape

@@ -82,9 +82,12 @@ def _renamed(draft: Draft, pattern: str, into: str) -> None:
 
 def _without_prefix(draft: Draft) -> None:
     """Names as the base class saves them, which has no head."""
-    prefix = draft.family.prefix.removesuffix("model.") if draft.family.prefix != "model." else ""
-    del prefix
     draft.renames |= {name: name.removeprefix("model.") for name in draft.shapes}
+
+
+def _without_prefix_sharded(draft: Draft) -> None:
+    _without_prefix(draft)
+    _sharded(draft)
 
 
 def _base_class(draft: Draft) -> None:
@@ -185,7 +188,7 @@ def _file_edits() -> Iterator[tuple[str, tuple[str, ...], Callable[[Draft], None
     yield "file that is not there", ("llama",), _no_file
     yield "in two shards", ("llama", "qwen3"), _twice
     yield "no prefix", TEXT, _without_prefix
-    yield "no prefix, sharded", ("qwen3",), lambda draft: (_without_prefix(draft), _sharded(draft))
+    yield "no prefix, sharded", ("qwen3",), _without_prefix_sharded
     yield "no prefix", MULTIMODAL, _without_prefix
     yield "base class", ("llama", "qwen2", "qwen3", "gemma"), _base_class
     yield "no architectures", ("llama", "qwen2", "gemma2", "gemma3", "qwen3_5"), _no_architecture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,8 +90,8 @@ def logprobs(found: Found) -> np.ndarray:
     def attend(
         q: jax.Array, new: NewKV | None, layer: LayerCache | None, options: AttentionOptions
     ) -> tuple[jax.Array, LayerCache]:
-        layer = layer if new is None else new  # type: ignore[assignment]
-        k, v = layer  # type: ignore[misc]
+        cache: Any = layer if new is None else new
+        k, v = cache
         group = q.shape[1] // k.shape[1]
         k, v = (jnp.repeat(x, group, axis=1) for x in (k, v))
         scores = jnp.einsum("qhd,khd->hqk", q, k) * options.scale
@@ -102,7 +102,7 @@ def logprobs(found: Found) -> np.ndarray:
         if options.sliding_window is not None:
             seen &= behind < options.sliding_window
         weights = jax.nn.softmax(jnp.where(seen, scores, _MASKED), axis=-1)
-        return jnp.einsum("hqk,khd->qhd", weights, v), layer  # type: ignore[return-value]
+        return jnp.einsum("hqk,khd->qhd", weights, v), cache
 
     net, recur = model.linear_attention, None
     if net is not None:

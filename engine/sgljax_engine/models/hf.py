@@ -333,7 +333,7 @@ def as_ids(value: int | list[int] | None) -> tuple[int, ...]:
     Raises:
         InvalidConfigError: for anything else.
     """
-    ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+    ids = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
     check(all(map(is_int, ids)), "eos_token_id", value, "an id, a list of ids or null")
     return ids
 

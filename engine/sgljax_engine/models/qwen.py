@@ -59,13 +59,14 @@ def _attention(config: hf.HfConfig) -> AttentionConfig:
         InvalidConfigError: for a sliding layer without a window.
     """
     window = config["sliding_window"] if hf.flag(config, "use_sliding_window") else None
+    sliding: tuple[bool, ...] = ()
     if config.get("layer_types") is not None:
         sliding = hf.sliding_layers(config, 1)
-    else:
+    elif window is not None:
         num_layers, first = hf.require(config, "num_hidden_layers"), config["max_window_layers"]
         check_count("num_hidden_layers", num_layers)
         check_count("max_window_layers", first, low=0)
-        sliding = tuple(window is not None and i >= first for i in range(num_layers))
+        sliding = tuple(i >= first for i in range(num_layers))
     if not any(sliding):
         return AttentionConfig()
     if window is None:
