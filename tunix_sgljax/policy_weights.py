@@ -102,7 +102,7 @@ class PolicyWeights:
             return FirstWeights(named, rules, {})
         self._adapter_rules = rules
         base, base_rules = self._base_of(named)
-        return FirstWeights(base, base_rules, {self.adapter: (named, rules)})
+        return FirstWeights(base, base_rules, {self.adapter: (_pairs_of(named), rules)})
 
     def update(self, engine: Engine, params: Any, mode: WeightUpdateMode) -> int:
         """Replaces the policy; returns the new weight version."""
@@ -115,7 +115,8 @@ class PolicyWeights:
                     "lora='adapter' keeps the actor's frozen base, but parameters with another "
                     "base came; lora='merged' takes them"
                 )
-            version = engine.load_adapter(self.adapter, named, self._adapter_rules, mode=mode)
+            pairs = _pairs_of(named)
+            version = engine.load_adapter(self.adapter, pairs, self._adapter_rules, mode=mode)
         self._accept()
         return version
 
@@ -138,4 +139,9 @@ class PolicyWeights:
         if self.adapter is None:
             return engine.find_differing_weights(named, rules)
         found = engine.find_differing_weights(*self._base_of(named))
-        return found + engine.find_differing_adapter(self.adapter, named, rules)
+        return found + engine.find_differing_adapter(self.adapter, _pairs_of(named), rules)
+
+
+def _pairs_of(named: dict[str, Any]) -> dict[str, Any]:
+    """The leaves of LoRA pairs, which alone are an adapter; the engine has the base."""
+    return {name: x for name, x in named.items() if is_lora_name(name)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 
 from sgljax_engine.errors import InvalidConfigError
@@ -33,4 +34,5 @@ def check_names(name: str, value: object, known: Sequence[str], limit: str) -> t
 
 def check_positive(name: str, value: float) -> None:
     """Raises InvalidConfigError unless a number is finite and above 0."""
-    require(math.isfinite(value) and value > 0, name, value, "a positive number")
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    require(is_number and math.isfinite(value) and value > 0, name, value, "a positive number")

@@ -52,7 +52,7 @@ from sgljax_engine.io_struct import (
 )
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import load_model_config
-from sgljax_engine.models.weight_rules import hf_rules
+from sgljax_engine.models.weight_rules import hf_source
 from sgljax_engine.observability.metrics import EngineState
 from sgljax_engine.observability.progress import EngineProgress, ProgressListener
 from sgljax_engine.observability.trace import MAX_EVENTS, Recording
@@ -982,8 +982,8 @@ class Engine:
 
         Args:
             name: Name of the adapter.
-            source: A pytree that holds A and B of each `LoraRule`; the engine copies it and never
-                aliases it.
+            source: A pytree that holds A and B of each `LoraRule`, and nothing else but what a rule
+                ignores; the engine copies it and never aliases it.
             rules: LoRA rules, and the rules that map the weights they change; reuse the objects.
             mode: What happens to started requests of this adapter; see `update_weights`.
             flush_cache: As in `update_weights`.
@@ -993,7 +993,8 @@ class Engine:
 
         Raises:
             WeightSyncError: names each pair that is incomplete, does not fit, has too large a rank,
-                or changes a projection without room for adapters. The old adapter keeps serving.
+                or changes a projection without room for adapters, and each leaf of no pair, such as
+                a magnitude of DoRA. The old adapter keeps serving.
             EngineStateError: when there is no free slot, or the engine has no weights.
             InvalidRequestError: for an invalid name.
         """
@@ -1092,8 +1093,9 @@ class Engine:
     ) -> Callable[[], WeightSource]:
         if isinstance(source, (str, os.PathLike)):
             return functools.partial(sources.same_model_weights, self._model, Path(source), rules)
-        rules = hf_rules(self._model) if rules is None else check_rules(rules)
-        return functools.partial(WeightSource, source, rules)
+        if rules is not None:
+            return functools.partial(WeightSource, source, check_rules(rules))
+        return functools.partial(hf_source, self._model, source, None)
 
     def _update_job(
         self,

@@ -113,9 +113,9 @@ def test_what_a_multimodal_config_leaves_out():
 
 
 def test_no_listed_model_slides_but_gemma():
-    """Qwen2's sliding windows are off in all of its files, and refused where they are on."""
+    """Qwen2's sliding windows are off in all of its files; where they are on, last layers slide."""
     for file, config in CONFIGS.items():
         if file in SUPPORTED and "gemma" not in file:
             assert not any(model_config_from_hf(config).attention.sliding_layers)
-    with pytest.raises(UnsupportedModelError, match="use_sliding_window=True"):
-        model_config_from_hf(CONFIGS["qwen2.5-7b"] | {"use_sliding_window": True})
+    on = CONFIGS["qwen2.5-7b"] | {"use_sliding_window": True, "max_window_layers": 20}
+    assert model_config_from_hf(on).attention.sliding_layers == (*[False] * 20, *[True] * 8)

@@ -415,6 +415,31 @@ BAD = {
     ),
 }
 
+LAYER = "base_model.model.model.layers.0"
+OTHER_LEAVES = {
+    "a magnitude of DoRA": f"{LAYER}.mlp.up_proj.lora_magnitude_vector",
+    "a trained bias": f"{LAYER}.self_attn.q_proj.bias",
+    "a bias that a rule maps": "model.layers.0.input_layernorm.weight",
+    "a module that is saved whole": "base_model.model.lm_head.modules_to_save.weight",
+    "a pair without a rule": f"{LAYER}.mlp.up_proj.lora_A.weight",
+}
+"""Leaves of PEFT's adapters beside the pairs that rules name."""
+
+
+@pytest.mark.parametrize("kind", OTHER_LEAVES)
+def test_leaves_of_no_pair_are_refused(engine, merged, kind):
+    """They are trained too; without them the adapter would be another one."""
+    arrays, rules = make_adapter(2)
+    leaf, version = OTHER_LEAVES[kind], engine.weight_version
+    arrays[leaf] = np.ones(32, np.float32)
+    with pytest.raises(WeightSyncError, match=rf"'{leaf}' is of no LoRA pair"):
+        engine.load_adapter("one", arrays, rules)
+    assert engine.weight_version == version
+    check_same(generate(engine, "one", PROMPTS[:1]), merged[1][:1])
+    if kind == "a pair without a rule":
+        engine.load_adapter("one", arrays, (Rule(leaf, None), *rules))
+        check_same(generate(engine, "one"), merged[2])
+
 
 @pytest.mark.parametrize("name", BAD)
 def test_adapters_that_do_not_fit_are_named(engine, merged, name):

@@ -195,7 +195,6 @@ def test_experts_of_both_generations():
         ({"decoder_sparse_step": 2}, UnsupportedModelError, "decoder_sparse_step=2 .* only 1"),
         ({"mlp_only_layers": [0]}, UnsupportedModelError, r"mlp_only_layers=\[0\]"),
         ({"num_local_experts": None}, InvalidConfigError, "no 'num_experts'"),
-        ({"moe_intermediate_size": None}, InvalidConfigError, "no 'moe_intermediate_size'"),
         (
             {"num_experts_per_tok": 9},
             InvalidConfigError,
@@ -253,14 +252,12 @@ def test_qwen3_30b_a3b_has_as_many_parameters_as_transformers_counts():
 # ------------------------------------------------------------------ refusals
 
 EVERYWHERE = (
-    ({"use_sliding_window": True}, "use_sliding_window=True"),
     ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     ({"quantization_config": {"bits": 4}}, "quantization_config=.*bits"),
     ({"hidden_activation": "gelu", "hidden_act": "gelu"}, "hidden_act.*='gelu'"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "rope_type='yarn'"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 2, "short_factor": 3}}, "short_factor=3"),
-    ({"rope_scaling": {"rope_type": "default", "mrope_section": [1]}}, "mrope_section="),
     ({"layer_types": ["chunked_attention"] * 3}, "layer_types 'chunked_attention'"),
 )
 
@@ -272,18 +269,39 @@ def test_what_is_not_implemented_is_refused_by_name(family, changes, message):
         read(family, **changes)
 
 
+@pytest.mark.parametrize("family", sorted(FOLDERS.keys() - {"qwen2", "qwen3", "qwen3_moe"}))
+def test_windows_are_switched_on_for_qwen_alone(family):
+    with pytest.raises(UnsupportedModelError, match="use_sliding_window=True"):
+        read(family, use_sliding_window=True)
+
+
 @pytest.mark.parametrize("name", ["attention_bias", "mlp_bias"])
-@pytest.mark.parametrize("family", sorted(FOLDERS.keys() - {"llama"}))
-def test_biases_are_refused_but_for_llama(family, name):
-    assert getattr(read("llama", **{name: True}), name)
-    assert not getattr(read("llama", **{name: False}), name)
-    with pytest.raises(UnsupportedModelError, match=f"{name}=True"):
-        read(family, **{name: True})
+@pytest.mark.parametrize("family", FOLDERS)
+def test_biases_are_those_of_the_familys_class(family, name, caplog):
+    """Where transformers' class has no such setting, it has no effect, and a warning says so."""
+    without = {"attention_bias": ("mistral", "qwen2"), "mlp_bias": FOLDERS.keys() - {"llama"}}
+    has_effect = family not in without[name]
+    assert getattr(read(family, **{name: True}), name) is has_effect
+    assert ("has no effect" in caplog.text) is not has_effect
+    assert not getattr(read(family, **{name: False}), name)
+    with pytest.raises(InvalidConfigError, match=f"{name} must be true or false, got 'yes'"):
+        read("llama", **{name: "yes"})
 
 
-def test_sliding_layers_are_refused_where_not_implemented():
-    with pytest.raises(UnsupportedModelError, match="'sliding_attention' is not supported"):
-        read("qwen2", layer_types=["sliding_attention", "full_attention"])
+def test_sliding_layers_of_qwen():
+    """They are named, or the last ones; without `use_sliding_window` there is no window."""
+    on = {"use_sliding_window": True, "sliding_window": 9}
+    last = read("qwen3", num_hidden_layers=3, layer_types=None, max_window_layers=2, **on)
+    expected = AttentionConfig(sliding_window=9, sliding_layers=(False, False, True))
+    assert last.attention == expected
+    kinds = ["full_attention", "full_attention", "sliding_attention"]
+    named = read("qwen3", num_hidden_layers=3, layer_types=kinds, **on)
+    assert named.attention == expected
+    everywhere = read("qwen3_moe", layer_types=None, **on).attention
+    assert everywhere.sliding_window == 9
+    assert all(everywhere.sliding_layers)
+    with pytest.raises(InvalidConfigError, match="needs use_sliding_window=true"):
+        read("qwen3", num_hidden_layers=3, layer_types=kinds)
 
 
 def test_the_slip_of_the_first_gemmas_is_corrected(caplog):
@@ -300,12 +318,11 @@ def test_the_slip_of_the_first_gemmas_is_corrected(caplog):
     ("family", "changes", "message"),
     [
         ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "'factor'"),
-        ("qwen2", {"rope_parameters": None}, "no 'rope_theta'"),
-        ("gemma3", {"rope_parameters": None, "rope_theta": 1e6}, "no 'rope_theta'"),
-        ("gemma2", {"query_pre_attn_scalar": None}, "'query_pre_attn_scalar'"),
-        ("gemma2", {"sliding_window": None}, "'sliding_window'"),
+        ("qwen2", {"hidden_size": None}, "no 'hidden_size'"),
+        ("qwen2", {"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a positive number, got '1e-5'"),
         ("gemma2", {"layer_types": ["full_attention"]}, r"layer_types .* \(3\) types, got 1"),
-        ("qwen2", {"rms_norm_eps": None}, "'rms_norm_eps'"),
+        ("qwen2", {"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+        ("qwen2", {"eos_token_id": "1"}, "eos_token_id must be an id, a list of ids or null"),
     ],
 )
 def test_missing_or_inconsistent_settings_are_named(family, changes, message):

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sgljax_engine.checks import require
-from sgljax_engine.config import EngineConfig
+from sgljax_engine.config import DTYPES, EngineConfig
 from sgljax_engine.errors import EngineError, InvalidConfigError, WeightLoadError
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model, load_model_config
 from sgljax_engine.models.spec import ParamKind
-from sgljax_engine.models.weight_rules import hf_rules, logical_rules
+from sgljax_engine.models.weight_rules import hf_rules, hf_source, logical_rules
 from sgljax_engine.observability.progress import ProgressListener, reporting
 from sgljax_engine.weights import loader
 from sgljax_engine.weights.hf_json import read_json
 from sgljax_engine.weights.hf_layout import find_weight_files
+from sgljax_engine.weights.hf_tables import HEADS, first_dtype, untie_tables
 from sgljax_engine.weights.rules import Rule, RuleTable, WeightRule, WeightSource, check_rules
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -77,13 +78,31 @@ def _check_types(
 
 
 def pick_dtype(config: EngineConfig, folder: str | Path | None) -> str:
-    """The dtype asked for, else the one that the folder's config.json names, else float32."""
+    """The dtype asked for, else that of the folder, else float32.
+
+    A folder's dtype is what transformers' dtype="auto" takes: what config.json names outside of
+    text_config, else that of the first weight. A folder without weights has that of text_config.
+
+    Raises:
+        InvalidConfigError: for a dtype that the engine does not have.
+    """
     if config.runtime.dtype is not None:
         return config.runtime.dtype
     if folder is None:
         return "float32"
     named = read_json(Path(folder) / "config.json")
-    return str(named.get("dtype") or named.get("torch_dtype") or "float32")
+    inside = named.get("text_config") or {}
+    found = _named_dtype(named) or first_dtype(folder) or _named_dtype(inside) or "float32"
+    if found not in DTYPES:
+        raise InvalidConfigError(
+            f"the dtype of {folder} must be one of {', '.join(DTYPES)}, got {found!r}; the option "
+            "dtype overrides it"
+        )
+    return found
+
+
+def _named_dtype(config: Mapping[str, Any]) -> Any:
+    return config.get("dtype") or config.get("torch_dtype")
 
 
 def pick_weights(
@@ -97,7 +116,7 @@ def pick_weights(
 ) -> WeightSource:
     """The first weights: given ones, random ones, or the folder's."""
     if weights is not None:
-        return WeightSource(weights, hf_rules(model) if rules is None else check_rules(rules))
+        return hf_source(model, weights, rules)
     if load_format == "dummy" or folder is None:
         return dummy_weights(model, config.runtime.random_seed or 0)
     return folder_weights(model, folder, progress)
@@ -113,11 +132,16 @@ def folder_weights(
 
     What they ignore, such as the vision tower of a multimodal model, is not read.
     """
-    rules = hf_rules(model) if rules is None else check_rules(rules)
-    table = RuleTable([rule for rule in rules if isinstance(rule, Rule)])
+    used = hf_rules(model) if rules is None else check_rules(rules)
+    table = RuleTable([rule for rule in used if isinstance(rule, Rule)])
+
+    def ignores(name: str) -> bool:
+        is_compared = rules is None and name in HEADS  # with the table that it is tied to
+        return table.ignores(name) and not is_compared
+
     files = find_weight_files(folder)
     with reporting(progress, "read weights", files.num_bytes(), "B") as advance:
-        return WeightSource(loader.read_hf_folder(files, advance, table.ignores), rules)
+        return hf_source(model, loader.read_hf_folder(files, advance, ignores), rules)
 
 
 def same_model_weights(
@@ -127,7 +151,8 @@ def same_model_weights(
 
     Raises:
         WeightLoadError: for a folder that is not there, has no config.json, or one that differs in
-            more than its end-of-sequence ids and context length.
+            more than its end-of-sequence ids and context length. A folder with one table for
+            embeddings and output projection fills both of an engine's that has two.
     """
     if not Path(folder).is_dir():
         if Path(folder).exists():
@@ -142,6 +167,9 @@ def same_model_weights(
         found = load_model_config(folder)
     except EngineError as error:
         raise WeightLoadError(f"{folder}: {error}") from error
+    fills_both = rules is None and found.tie_word_embeddings and not model.tie_word_embeddings
+    if fills_both:
+        found = dataclasses.replace(found, tie_word_embeddings=False)
     differing = [
         f"{field.name} {getattr(found, field.name)!r}, not {getattr(model, field.name)!r}"
         for field in dataclasses.fields(model)
@@ -150,7 +178,8 @@ def same_model_weights(
     ]
     if differing:
         raise WeightLoadError(f"{folder} holds another model: {'; '.join(differing)}")
-    return folder_weights(model, folder, rules=rules)
+    source = folder_weights(model, folder, rules=rules)
+    return source._replace(arrays=untie_tables(source.arrays)) if fills_both else source
 
 
 def dummy_weights(model: ModelConfig, seed: int) -> WeightSource:

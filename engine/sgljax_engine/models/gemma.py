@@ -19,7 +19,8 @@ import logging
 
 import jax
 
-from sgljax_engine.model_config import AttentionConfig, ModelConfig
+from sgljax_engine.errors import UnsupportedModelError
+from sgljax_engine.model_config import AttentionConfig, ModelConfig, RopeConfig
 from sgljax_engine.models import hf
 from sgljax_engine.models.decoder import decoder
 from sgljax_engine.models.decoder_params import DecoderTraits
@@ -39,64 +40,101 @@ _TRAITS2 = TRAITS._replace(has_post_norms=True)
 _PATTERN2, _PATTERN3 = 2, 6
 """In a Gemma 2 every second layer has full attention, in a Gemma 3 every sixth."""
 
-_TEXT_DEFAULTS = {
-    "head_dim": 256,
-    "hidden_activation": GELU,
+_DEFAULTS = {"head_dim": 256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6}
+_GEMMA_DEFAULTS = {**_DEFAULTS, "num_key_value_heads": 16}
+_GEMMA2_DEFAULTS = {
+    **_DEFAULTS,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+_GEMMA3_DEFAULTS = {
+    **_DEFAULTS,
     "max_position_embeddings": 131_072,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "query_pre_attn_scalar": 256,
-    "rms_norm_eps": 1e-6,
-    "rope_local_base_freq": 10_000.0,
-    "rope_theta": 1_000_000.0,
+    "sliding_window": 4096,
     "vocab_size": 262_208,
 }
-"""Settings that the multimodal models' `text_config` leaves out; transformers' Gemma3TextConfig."""
+"""Settings that a config may leave out, of transformers' classes."""
+
+_THETAS = {hf.FULL: 1_000_000.0, hf.SLIDING: 10_000.0}
+"""Bases of a Gemma 3 whose config names none."""
 
 
 def _gemma_config(config: hf.HfConfig) -> ModelConfig:
+    config = hf.with_defaults(config, _GEMMA_DEFAULTS)
     # transformers 4 reads `hidden_activation` where it is set, and `hidden_act` never.
     name = "hidden_act" if config.get("hidden_activation") is None else "hidden_activation"
     if name == "hidden_act" and config.get(name) == "gelu":
         logger.warning(
             "hidden_act='gelu', the slip of Gemma's first config.json, is read as %s", GELU
         )
+        hf.check_settings(config)
     else:
         hf.check_settings(config, **{name: GELU})
     hf.check_full_attention(config)
-    return hf.dense_config(config, rope=hf.read_rope(config), tied_by_default=True)
-
-
-def _gemma2_config(config: hf.HfConfig) -> ModelConfig:
-    hf.check_settings(config, hidden_activation=GELU)
+    hf.warn_without_effect(config, "mlp_bias")
     return hf.dense_config(
         config,
         rope=hf.read_rope(config),
         tied_by_default=True,
-        attention=_attention_config(config, _PATTERN2),
-        final_logit_softcap=config.get("final_logit_softcapping"),
+        attention_bias=hf.flag(config, "attention_bias"),
     )
 
 
+def _gemma2_config(config: hf.HfConfig) -> ModelConfig:
+    config = hf.with_defaults(config, _GEMMA2_DEFAULTS)
+    return _windowed_config(config, hf.read_rope(config), _attention_config(config, _PATTERN2))
+
+
 def _gemma3_config(config: hf.HfConfig) -> ModelConfig:
-    hf.check_settings(config, hidden_activation=GELU)
-    # transformers 5 nests one embedding per type of layer; 4 has top-level names for both.
+    config = hf.with_defaults(config, _GEMMA3_DEFAULTS)
+    hf.check_settings(config, partial_rotary_factor=1.0)
+    attention = _attention_config(config, config.get("sliding_window_pattern", _PATTERN3))
+    sliding = _rope3(config, hf.SLIDING, config.get("rope_local_base_freq"))
+    attention = dataclasses.replace(attention, sliding_rope=sliding)
+    return _windowed_config(config, _rope3(config, hf.FULL, config.get("rope_theta")), attention)
+
+
+def _rope3(config: hf.HfConfig, kind: str, theta: float | None) -> RopeConfig:
+    """The rotary embedding of one type of layer.
+
+    transformers 5 nests one per type; 4 has top-level names for both, and `rope_scaling` for layers
+    with full attention, whose settings replace nested ones.
+    """
     nested = config.get("rope_parameters") or {}
-    full = config.get("rope_scaling") or nested.get(hf.FULL) or {}
-    theta = (nested.get(hf.FULL) or {}).get("rope_theta", config.get("rope_theta"))
-    sliding_rope = hf.parse_rope(nested.get(hf.SLIDING) or {}, config.get("rope_local_base_freq"))
-    attention = _attention_config(config, config.get("sliding_window_pattern") or _PATTERN3)
+    if nested and not nested.keys() & _THETAS.keys():
+        raise UnsupportedModelError(
+            f"rope_parameters={nested!r} is not supported, only an embedding for each of "
+            f"{', '.join(map(repr, _THETAS))}: transformers would ignore these settings"
+        )
+    settings = {"rope_theta": _THETAS[kind] if theta is None else theta, **(nested.get(kind) or {})}
+    if kind == hf.FULL:
+        settings |= config.get("rope_scaling") or {}
+    return hf.parse_rope(settings, config)
+
+
+def _windowed_config(
+    config: hf.HfConfig, rope: RopeConfig, attention: AttentionConfig
+) -> ModelConfig:
+    hf.check_settings(config, hidden_activation=GELU)
+    hf.warn_without_effect(config, "mlp_bias")
     return hf.dense_config(
         config,
-        rope=hf.parse_rope(full, theta),
+        rope=rope,
         tied_by_default=True,
-        attention=dataclasses.replace(attention, sliding_rope=sliding_rope),
+        attention=attention,
         final_logit_softcap=config.get("final_logit_softcapping"),
+        attention_bias=hf.flag(config, "attention_bias"),
     )
 
 
 def _multimodal_config(config: hf.HfConfig) -> ModelConfig:
-    return _gemma3_config(hf.text_config(config, "Gemma3ForCausalLM", _TEXT_DEFAULTS))
+    return _gemma3_config(hf.text_config(config, "Gemma3ForCausalLM"))
 
 
 def _attention_config(config: hf.HfConfig, pattern: int) -> AttentionConfig:
@@ -108,7 +146,8 @@ def _attention_config(config: hf.HfConfig, pattern: int) -> AttentionConfig:
     """
     sliding = hf.sliding_layers(config, pattern)
     return AttentionConfig(
-        scale=float(hf.require(config, "query_pre_attn_scalar")) ** -0.5,
+        scale=hf.number("query_pre_attn_scalar", hf.require(config, "query_pre_attn_scalar"))
+        ** -0.5,
         logit_softcap=config.get("attn_logit_softcapping"),
         sliding_window=hf.require(config, "sliding_window") if any(sliding) else None,
         sliding_layers=sliding,

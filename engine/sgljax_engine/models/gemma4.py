@@ -44,12 +44,13 @@ _DEFAULT_ROPES = {
 }
 
 
-def _config_from_hf(config: hf.HfConfig) -> ModelConfig:
+def _config_from_hf(config: hf.HfConfig, defaults: hf.HfConfig = _TEXT_DEFAULTS) -> ModelConfig:
+    config = hf.with_defaults(config, defaults)
     # Only tokens of images attend to later tokens with "vision".
     bidirectional = config.get("use_bidirectional_attention")
     if bidirectional == "vision":
         config = {**config, "use_bidirectional_attention": None}
-    hf.check_settings(config, hidden_activation=gemma.GELU)
+    hf.check_settings(config, hidden_activation=gemma.GELU, partial_rotary_factor=1.0)
     inputs = config.get("hidden_size_per_layer_input", 256) or 0
     table = config.get("vocab_size_per_layer_input")
     if inputs and table is not None and table != config.get("vocab_size"):
@@ -68,6 +69,7 @@ def _config_from_hf(config: hf.HfConfig) -> ModelConfig:
         per_layer_input_size=inputs,
         shared_kv_intermediate_size=2 * size if wide else None,
         moe=_moe(config) if config.get("enable_moe_block") else None,
+        attention_bias=hf.flag(config, "attention_bias"),
     )
 
 
@@ -82,18 +84,22 @@ def _moe(config: hf.HfConfig) -> MoEConfig:
 
 
 def _config_from_multimodal(config: hf.HfConfig) -> ModelConfig:
-    return _config_from_hf(hf.text_config(config, "Gemma4ForCausalLM", _TEXT_DEFAULTS))
+    return _config_from_hf(hf.text_config(config, "Gemma4ForCausalLM"))
 
 
 def _config_from_unified(config: hf.HfConfig) -> ModelConfig:
-    return _config_from_hf(hf.text_config(config, "Gemma4ForCausalLM", _UNIFIED_DEFAULTS))
+    return _config_from_hf(hf.text_config(config, "Gemma4ForCausalLM"), _UNIFIED_DEFAULTS)
 
 
 def _rope(config: hf.HfConfig, kind: str) -> RopeConfig:
     nested = config.get("rope_parameters")
-    if nested is None:
-        return _DEFAULT_ROPES[kind]
-    return hf.parse_rope(hf.require(nested, kind), None)
+    if config.get("rope_scaling") is not None:
+        raise UnsupportedModelError(
+            f"rope_scaling={config['rope_scaling']!r} is not supported, only rope_parameters"
+        )
+    return (
+        _DEFAULT_ROPES[kind] if nested is None else hf.parse_rope(hf.require(nested, kind), config)
+    )
 
 
 def _attention(config: hf.HfConfig) -> AttentionConfig:
@@ -101,9 +107,10 @@ def _attention(config: hf.HfConfig) -> AttentionConfig:
     # As transformers does it: the last layer is a full one whatever its type is called.
     sliding = (*sliding[:-1], False)
     keys_are_values = bool(config.get("attention_k_eq_v"))
-    num_heads = config.get("num_key_value_heads") or hf.require(config, "num_attention_heads")
-    full_heads = hf.require(config, "num_global_key_value_heads") if keys_are_values else num_heads
-    full_dim = config.get("global_head_dim", 512) or hf.require(config, "head_dim")
+    num_heads = hf.require(config, "num_key_value_heads")
+    full_heads = config.get("num_global_key_value_heads") if keys_are_values else None
+    full_heads = num_heads if full_heads is None else full_heads
+    full_dim = config.get("global_head_dim", 512)
     return AttentionConfig(
         scale=1.0,
         sliding_window=hf.require(config, "sliding_window") if any(sliding) else None,

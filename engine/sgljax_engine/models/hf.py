@@ -6,9 +6,13 @@ concern training, generation or speed, or that no model here has, are ignored.
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import Mapping
 from typing import Any
 
+from sgljax_engine.checks import check_count, check_positive, is_int
+from sgljax_engine.checks import require as check
 from sgljax_engine.errors import InvalidConfigError, UnsupportedModelError
 from sgljax_engine.model_config import (
     AttentionConfig,
@@ -19,14 +23,13 @@ from sgljax_engine.model_config import (
     RopeConfig,
 )
 
+logger = logging.getLogger(__name__)
+
 HfConfig = Mapping[str, Any]
 """The contents of a config.json."""
 
 _ONLY_SUPPORTED: dict[str, Any] = {
-    "attention_bias": False,
     "dual_chunk_attention_config": None,
-    "mlp_bias": False,
-    "partial_rotary_factor": 1.0,
     "quantization_config": None,
     "use_bidirectional_attention": False,
     "use_sliding_window": False,
@@ -38,16 +41,23 @@ _OF_THE_WHOLE = ("eos_token_id", "quantization_config")
 _ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
-    "proportional": ("partial_rotary_factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
+    "proportional": (),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
+_ROPE_OPTIONS: dict[str, tuple[str, ...]] = {
+    "proportional": ("factor",),
+    "llama3": ("original_max_position_embeddings",),
+}
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+"""Settings of rotary embeddings that only tell apart positions of images."""
+
+_THETA = 10_000.0
+"""Base of a rotary embedding whose config names none, as of transformers' classes."""
 
 _PLAIN_ATTENTION = AttentionConfig()
+
+SILU = ("silu", "swish")
+"""Names of one activation."""
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 """The entries of `layer_types`."""
@@ -60,20 +70,27 @@ def require(hf: HfConfig, name: str) -> Any:
     return hf[name]
 
 
-def text_config(hf: HfConfig, architecture: str, defaults: HfConfig) -> HfConfig:
+def with_defaults(hf: HfConfig, defaults: HfConfig) -> HfConfig:
+    """A config with the settings of transformers' class that it leaves out; null stays null."""
+    return {**defaults, **hf}
+
+
+def text_config(hf: HfConfig, architecture: str) -> HfConfig:
     """The config of the language model inside a multimodal model's config.json.
+
+    Whether embeddings are tied the whole config says, never `text_config`: it is the outer class
+    that has both tables.
 
     Args:
         hf: The config.json, with the language model under `text_config`.
         architecture: Architecture of the language model.
-        defaults: Settings that `text_config` may leave out, as transformers' class has them.
 
     Returns:
         The contents of a config.json of the language model alone.
     """
-    text = {**defaults, **require(hf, "text_config"), "architectures": [architecture]}
+    text = {**require(hf, "text_config"), "architectures": [architecture]}
     outer = {name: hf[name] for name in _OF_THE_WHOLE if hf.get(name) is not None}
-    return {"tie_word_embeddings": hf.get("tie_word_embeddings"), **text, **outer}
+    return {**text, **outer, "tie_word_embeddings": hf.get("tie_word_embeddings")}
 
 
 def require_any(hf: HfConfig, *names: str) -> Any:
@@ -84,6 +101,8 @@ def require_any(hf: HfConfig, *names: str) -> Any:
 def check_settings(hf: HfConfig, **supported: Any) -> None:
     """Refuses settings that no model implements, and settings in `supported` with another value.
 
+    A tuple lists names of the same value.
+
     An absent or null setting passes: transformers then takes its default, which must be the
     supported value.
 
@@ -92,8 +111,9 @@ def check_settings(hf: HfConfig, **supported: Any) -> None:
     """
     for name, only in {**_ONLY_SUPPORTED, **supported}.items():
         value = hf.get(name)
-        if value is not None and value != only:
-            raise UnsupportedModelError(f"{name}={value!r} is not supported, only {only!r}")
+        values = only if isinstance(only, tuple) else (only,)
+        if value is not None and value not in values:
+            raise UnsupportedModelError(f"{name}={value!r} is not supported, only {values[0]!r}")
 
 
 def check_full_attention(hf: HfConfig) -> None:
@@ -103,9 +123,28 @@ def check_full_attention(hf: HfConfig) -> None:
 
 def check_layer_types(hf: HfConfig, only: str) -> None:
     """Refuses `layer_types` other than `only`, for models whose layers are all of one type."""
-    for kind in hf.get("layer_types") or ():
+    kinds = hf.get("layer_types")
+    if kinds is None:
+        return
+    check_list("layer_types", kinds)
+    for kind in kinds:
         if kind != only:
             raise UnsupportedModelError(f"layer_types {kind!r} is not supported, only {only!r}")
+
+
+def check_list(name: str, value: Any) -> None:
+    """Raises InvalidConfigError unless a setting is a list of names."""
+    is_list = isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value)
+    check(is_list, name, value, "a list of names")
+
+
+def sliding_everywhere(hf: HfConfig, window: int | None) -> AttentionConfig:
+    """Attention with the same window in all layers; None for no window."""
+    if window is None:
+        return _PLAIN_ATTENTION
+    num_layers = require(hf, "num_hidden_layers")
+    check_count("num_hidden_layers", num_layers)
+    return AttentionConfig(sliding_window=window, sliding_layers=(True,) * num_layers)
 
 
 def sliding_layers(hf: HfConfig, pattern: int) -> tuple[bool, ...]:
@@ -126,8 +165,11 @@ def linear_layers(hf: HfConfig, pattern: int) -> tuple[bool, ...]:
 def _layers_of_kind(hf: HfConfig, kind: str, pattern: int) -> tuple[bool, ...]:
     num_layers = require(hf, "num_hidden_layers")
     kinds = hf.get("layer_types")
+    check_count("num_hidden_layers", num_layers)
     if kinds is None:
+        check_count("the pattern of layers", pattern)
         return tuple((i + 1) % pattern != 0 for i in range(num_layers))
+    check_list("layer_types", kinds)
     unknown = set(kinds) - {kind, FULL}
     if unknown:
         raise UnsupportedModelError(
@@ -140,60 +182,92 @@ def _layers_of_kind(hf: HfConfig, kind: str, pattern: int) -> tuple[bool, ...]:
     return tuple(each == kind for each in kinds)
 
 
-def read_rope(hf: HfConfig, default_theta: float | None = None) -> RopeConfig:
+def read_rope(hf: HfConfig, *, rotates_part: bool = False) -> RopeConfig:
     """The rotary embedding of a model that has the same one in all layers.
+
+    transformers 4 writes rope_theta at the top level and the rest, if any, in rope_scaling;
+    transformers 5 writes everything in rope_parameters. Where both are, rope_scaling replaces
+    rope_parameters, and what the one that counts leaves out is taken from the top level.
 
     Args:
         hf: The config.json.
-        default_theta: The base if the config names none; None refuses such a config.
+        rotates_part: Whether `partial_rotary_factor` has an effect.
+
+    Raises:
+        UnsupportedModelError: as `parse_rope`; for embeddings that differ by type of layer.
+        InvalidConfigError: as `parse_rope`.
     """
-    # transformers 4 writes rope_theta at the top level and the rest, if any, in rope_scaling;
-    # transformers 5 writes everything in rope_parameters.
-    nested = hf.get("rope_parameters") or {}
-    theta = nested.get("rope_theta", hf.get("rope_theta"))
-    return parse_rope(hf.get("rope_scaling") or nested, default_theta if theta is None else theta)
+    settings = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    for kind in (FULL, SLIDING, LINEAR):
+        if kind in settings:
+            raise UnsupportedModelError(
+                f"rope_parameters has {kind!r}, but this architecture has one rotary embedding for "
+                "all layers"
+            )
+    settings.setdefault("rope_theta", hf.get("rope_theta", _THETA))
+    part = hf.get("partial_rotary_factor")
+    if part is not None:
+        settings.setdefault("partial_rotary_factor", part)
+    return parse_rope(settings, hf, rotates_part=rotates_part)
 
 
-def parse_rope(settings: HfConfig, theta: float | None) -> RopeConfig:
+def parse_rope(settings: HfConfig, hf: HfConfig, *, rotates_part: bool = False) -> RopeConfig:
     """Parses one rotary embedding.
 
     Args:
         settings: `rope_scaling` of transformers 4, or (a part of) `rope_parameters` of 5.
-        theta: The base, unless the settings have one.
+        hf: The config.json, for what is read from its top level.
+        rotates_part: Whether `partial_rotary_factor` has an effect on types other than
+            "proportional".
 
     Raises:
         UnsupportedModelError: for a rope type, or a setting of it, that is not implemented.
         InvalidConfigError: for a missing setting.
     """
     kind = settings.get("rope_type", settings.get("type", "default"))
-    if kind not in _ROPE_FIELDS:
+    if not isinstance(kind, str) or kind not in _ROPE_FIELDS:
         raise UnsupportedModelError(
             f"rope_type={kind!r} is not supported, only {', '.join(map(repr, _ROPE_FIELDS))}"
         )
-    known = {"rope_type", "type", "rope_theta", *_ROPE_FIELDS[kind]}
-    if kind == "proportional":
+    options = _ROPE_OPTIONS.get(kind, ())
+    part = settings.get("partial_rotary_factor")
+    part = 1.0 if part is None else part
+    known = {"rope_type", "type", "rope_theta", *_ROPE_FIELDS[kind], *options, *_OF_IMAGES}
+    if kind == "proportional" or rotates_part or part == 1:
+        known.add("partial_rotary_factor")
+    if settings.get("factor") == 1:  # no stretching, of whatever type
         known.add("factor")
     for name, value in settings.items():
         if name not in known and value is not None:
             raise UnsupportedModelError(f"{name}={value!r} is not supported for rope_type={kind!r}")
-    theta = settings.get("rope_theta", theta)
+    part = number("partial_rotary_factor", part)
+    theta = settings.get("rope_theta")
     if theta is None:
         raise InvalidConfigError(
             "config.json has no 'rope_theta', neither top-level nor in rope_parameters"
         )
-    fields = {name: require(settings, name) for name in _ROPE_FIELDS[kind]}
+    rope = RopeConfig(theta=number("rope_theta", theta))
     if kind == "linear":
-        return RopeConfig(theta=float(theta), linear_factor=float(fields["factor"]))
-    if kind == "proportional":
-        fraction, factor = fields["partial_rotary_factor"], settings.get("factor") or 1.0
-        return RopeConfig(
-            theta=float(theta), linear_factor=float(factor), rotary_fraction=float(fraction)
-        )
-    if kind == "llama3":
-        length = fields.pop("original_max_position_embeddings")
-        scaling = Llama3Scaling(**fields, original_context_length=length)
-        return RopeConfig(theta=float(theta), llama3=scaling)
-    return RopeConfig(theta=float(theta))
+        factor = number("factor", require(settings, "factor"))
+        rope = dataclasses.replace(rope, linear_factor=factor)
+    elif kind == "proportional":
+        factor = 1.0 if settings.get("factor") is None else number("factor", settings["factor"])
+        rope = dataclasses.replace(rope, linear_factor=factor, rotary_fraction=part)
+    elif kind == "llama3":
+        rope = dataclasses.replace(rope, llama3=_llama3(settings, hf))
+    if kind == "proportional" or part == 1:
+        return rope
+    head_dim = require(hf, "head_dim")
+    check_count("head_dim", head_dim)
+    return dataclasses.replace(rope, rotary_dim=int(head_dim * part))
+
+
+def _llama3(settings: HfConfig, hf: HfConfig) -> Llama3Scaling:
+    """The stretching of type "llama3"; the config's own original length comes first."""
+    name = "original_max_position_embeddings"
+    length = hf.get(name, settings.get(name, hf.get("max_position_embeddings")))
+    fields = {name: require(settings, name) for name in _ROPE_FIELDS["llama3"]}
+    return Llama3Scaling(**fields, original_context_length=length)
 
 
 def dense_config(
@@ -207,6 +281,8 @@ def dense_config(
     shared_kv_intermediate_size: int | None = None,
     moe: MoEConfig | None = None,
     linear_attention: LinearAttentionConfig | None = None,
+    attention_bias: bool = False,
+    mlp_bias: bool = False,
 ) -> ModelConfig:
     """Builds the config from the fields that all models name alike, and those given.
 
@@ -214,7 +290,12 @@ def dense_config(
         InvalidConfigError: for a missing or wrong field.
     """
     hidden_size, num_heads = require(hf, "hidden_size"), require(hf, "num_attention_heads")
+    for name, value in (("hidden_size", hidden_size), ("num_attention_heads", num_heads)):
+        check_count(name, value)
+    kv_heads, head_dim = hf.get("num_key_value_heads"), hf.get("head_dim")
     tied = hf.get("tie_word_embeddings")
+    tied = tied_by_default if tied is None else tied
+    check(isinstance(tied, bool), "tie_word_embeddings", tied, "true or false")
     return ModelConfig(
         architecture=require(hf, "architectures")[0],
         vocab_size=require(hf, "vocab_size"),
@@ -222,11 +303,11 @@ def dense_config(
         intermediate_size=require(hf, "intermediate_size"),
         num_layers=require(hf, "num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=hf.get("num_key_value_heads") or num_heads,
-        head_dim=hf.get("head_dim") or hidden_size // num_heads,
+        num_kv_heads=num_heads if kv_heads is None else kv_heads,
+        head_dim=hidden_size // num_heads if head_dim is None else head_dim,
         rope=rope,
-        rms_norm_eps=float(require(hf, "rms_norm_eps")),
-        tie_word_embeddings=tied_by_default if tied is None else bool(tied),
+        rms_norm_eps=number("rms_norm_eps", require(hf, "rms_norm_eps")),
+        tie_word_embeddings=tied,
         context_length=require(hf, "max_position_embeddings"),
         eos_token_ids=as_ids(hf.get("eos_token_id")),
         attention=attention,
@@ -235,11 +316,37 @@ def dense_config(
         shared_kv_intermediate_size=shared_kv_intermediate_size,
         moe=moe,
         linear_attention=linear_attention,
+        attention_bias=attention_bias,
+        mlp_bias=mlp_bias,
     )
 
 
+def number(name: str, value: Any) -> float:
+    """A positive number of the config; raises InvalidConfigError for anything else."""
+    check_positive(name, value)
+    return float(value)
+
+
 def as_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """`eos_token_id`, which may be one id, several or none."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    """`eos_token_id`, which may be one id, several or none.
+
+    Raises:
+        InvalidConfigError: for anything else.
+    """
+    ids = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    check(all(map(is_int, ids)), "eos_token_id", value, "an id, a list of ids or null")
+    return ids
+
+
+def flag(hf: HfConfig, name: str) -> bool:
+    """A setting that is true or false; absent or null it is false."""
+    value = hf.get(name)
+    check(value is None or isinstance(value, bool), name, value, "true or false")
+    return bool(value)
+
+
+def warn_without_effect(hf: HfConfig, *names: str) -> None:
+    """Warns of settings that the architecture's class in transformers does not have."""
+    for name in names:
+        if hf.get(name):
+            logger.warning("config.json: %s=%r has no effect on this architecture", name, hf[name])

@@ -6,37 +6,43 @@ have biases. Mistral's layers may all slide.
 
 from __future__ import annotations
 
-import dataclasses
-
-from sgljax_engine.model_config import AttentionConfig, ModelConfig
+from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models import hf
 from sgljax_engine.models.decoder import decoder
 from sgljax_engine.models.decoder_params import DecoderTraits
 
-_DEFAULT_WINDOW = 4096
-"""Window of a Mistral without `sliding_window`; null is no window, as in v0.2 and v0.3."""
+_LLAMA_DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
+_MISTRAL_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 4096,
+}
+"""Settings that a config may leave out, of transformers' classes; a null window is none."""
 
 
 def _llama_config(config: hf.HfConfig) -> ModelConfig:
-    bias = {name: bool(config.get(name)) for name in ("attention_bias", "mlp_bias")}
-    hf.check_settings(config, hidden_act="silu", **bias)
+    config = hf.with_defaults(config, _LLAMA_DEFAULTS)
+    hf.check_settings(config, hidden_act=hf.SILU)
     hf.check_full_attention(config)
-    # Llama 2's config.json names no base; it predates the setting.
-    rope = hf.read_rope(config, default_theta=10_000.0)
-    model = hf.dense_config(config, rope=rope, tied_by_default=False)
-    return dataclasses.replace(model, **bias)
+    return hf.dense_config(
+        config,
+        rope=hf.read_rope(config),
+        tied_by_default=False,
+        attention_bias=hf.flag(config, "attention_bias"),
+        mlp_bias=hf.flag(config, "mlp_bias"),
+    )
 
 
 def _mistral_config(config: hf.HfConfig) -> ModelConfig:
-    hf.check_settings(config, hidden_act="silu")
-    window = config.get("sliding_window", _DEFAULT_WINDOW)
+    config = hf.with_defaults(config, _MISTRAL_DEFAULTS)
+    hf.check_settings(config, hidden_act=hf.SILU)
+    hf.warn_without_effect(config, "attention_bias", "mlp_bias")
+    window = config["sliding_window"]
     # transformers slides in all layers or in none, whatever `layer_types` says.
     hf.check_layer_types(config, hf.FULL if window is None else hf.SLIDING)
-    attention = AttentionConfig()
-    if window is not None:
-        num_layers = hf.require(config, "num_hidden_layers")
-        attention = AttentionConfig(sliding_window=window, sliding_layers=(True,) * num_layers)
-    rope = hf.read_rope(config, default_theta=10_000.0)
+    attention = hf.sliding_everywhere(config, window)
+    rope = hf.read_rope(config)
     return hf.dense_config(config, rope=rope, tied_by_default=False, attention=attention)
 
 

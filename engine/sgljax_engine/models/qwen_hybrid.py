@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from sgljax_engine.errors import UnsupportedModelError
-from sgljax_engine.model_config import LinearAttentionConfig, ModelConfig, MoEConfig, RopeConfig
+from sgljax_engine.model_config import LinearAttentionConfig, ModelConfig, MoEConfig
 from sgljax_engine.models import hf
 from sgljax_engine.models.decoder import decoder
 from sgljax_engine.models.decoder_params import DecoderTraits
@@ -32,6 +32,7 @@ _DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 32_768,
     "num_attention_heads": 16,
+    "partial_rotary_factor": 0.25,
 }
 _NEXT_DEFAULTS = {
     **_DEFAULTS,
@@ -61,49 +62,44 @@ _MOE_DEFAULTS = {
     "num_experts": 256,
 }
 
-_ROTARY_FRACTION = 0.25
 _PATTERN = 4
 """Every fourth layer has attention, unless the config says otherwise."""
 
-_OF_IMAGES = ("mrope_section", "mrope_interleaved")
-"""Settings of the rotary embedding that only tell apart positions of images."""
-
 
 def _next_config(config: hf.HfConfig) -> ModelConfig:
-    config = _with_defaults(config, _NEXT_DEFAULTS)
-    return _config(config, is_grouped=True, moe=_moe(config, bool(config["norm_topk_prob"])))
+    config = hf.with_defaults(config, _NEXT_DEFAULTS)
+    return _config(config, is_grouped=True, moe=_moe(config, hf.flag(config, "norm_topk_prob")))
 
 
 def _dense_config(config: hf.HfConfig) -> ModelConfig:
-    return _config(_with_defaults(config, _DENSE_DEFAULTS), is_grouped=False)
+    config = _unnested(config)
+    return _config(hf.with_defaults(config, _DENSE_DEFAULTS), is_grouped=False)
 
 
 def _moe_config(config: hf.HfConfig) -> ModelConfig:
-    config = _with_defaults(config, _MOE_DEFAULTS)
+    config = _unnested(config)
+    config = hf.with_defaults(config, _MOE_DEFAULTS)
     # Its class always divides the probabilities by their sum.
     return _config(config, is_grouped=False, moe=_moe(config, norm_topk_prob=True))
 
 
 def _multimodal_config(config: hf.HfConfig) -> ModelConfig:
-    return _dense_config(hf.text_config(config, "Qwen3_5ForCausalLM", {}))
+    return _dense_config(hf.text_config(config, "Qwen3_5ForCausalLM"))
 
 
 def _multimodal_moe_config(config: hf.HfConfig) -> ModelConfig:
-    return _moe_config(hf.text_config(config, "Qwen3_5MoeForCausalLM", {}))
+    return _moe_config(hf.text_config(config, "Qwen3_5MoeForCausalLM"))
 
 
-def _with_defaults(config: hf.HfConfig, defaults: hf.HfConfig) -> hf.HfConfig:
-    given = {name: value for name, value in config.items() if value is not None}
-    return {**defaults, **given}
+def _unnested(config: hf.HfConfig) -> hf.HfConfig:
+    """A text model's settings, which may lie under `text_config` as in a multimodal config."""
+    return {**config.get("text_config", config), "architectures": config["architectures"]}
 
 
 def _config(config: hf.HfConfig, *, is_grouped: bool, moe: MoEConfig | None = None) -> ModelConfig:
-    rope = _rope(config)
-    # Read above, and by `_rope`; in nets and attention there are no biases.
-    plain = {name: value for name, value in config.items() if name != "partial_rotary_factor"}
     hf.check_settings(
-        plain,
-        hidden_act="silu",
+        config,
+        hidden_act=hf.SILU,
         decoder_sparse_step=1,
         attn_output_gate=True,
         output_gate_type="swish",
@@ -113,10 +109,11 @@ def _config(config: hf.HfConfig, *, is_grouped: bool, moe: MoEConfig | None = No
             f"mlp_only_layers={config['mlp_only_layers']!r} is not supported, only []: all layers "
             "must have experts"
         )
+    rope = hf.read_rope(config, rotates_part=True)
     if moe is not None:
         # config.json's own intermediate_size is that of MLPs which no layer has.
-        plain["intermediate_size"] = moe.intermediate_size
-    pattern = config.get("full_attention_interval") or _PATTERN
+        config = {**config, "intermediate_size": moe.intermediate_size}
+    pattern = config.get("full_attention_interval", _PATTERN)
     nets = LinearAttentionConfig(
         layers=hf.linear_layers(config, pattern),
         num_key_heads=config["linear_num_key_heads"],
@@ -126,26 +123,13 @@ def _config(config: hf.HfConfig, *, is_grouped: bool, moe: MoEConfig | None = No
         conv_size=config["linear_conv_kernel_dim"],
         is_grouped=is_grouped,
     )
-    return hf.dense_config(plain, rope=rope, tied_by_default=False, moe=moe, linear_attention=nets)
-
-
-def _rope(config: hf.HfConfig) -> RopeConfig:
-    """The rotary embedding of the first part of each head."""
-    nested = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    fraction = nested.pop("partial_rotary_factor", None)
-    if fraction is None:
-        fraction = config.get("partial_rotary_factor", _ROTARY_FRACTION)
-    for name in _OF_IMAGES:
-        nested.pop(name, None)
-    kind = nested.get("rope_type", nested.get("type", "default"))
-    if kind not in ("default", "mrope"):
-        raise UnsupportedModelError(f"rope_type={kind!r} is not supported, only 'default'")
-    theta = nested.get("rope_theta", config.get("rope_theta"))
-    rope = hf.parse_rope({"rope_theta": theta}, None)
-    rotary_dim = int(config["head_dim"] * fraction)
-    return RopeConfig(
-        theta=rope.theta,
-        rotary_dim=None if rotary_dim == config["head_dim"] else rotary_dim,
+    return hf.dense_config(
+        config,
+        rope=rope,
+        tied_by_default=False,
+        moe=moe,
+        linear_attention=nets,
+        attention_bias=hf.flag(config, "attention_bias"),
     )
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sgljax_engine.errors import UnsupportedModelError
+from sgljax_engine.errors import InvalidConfigError, UnsupportedModelError
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models import gemma, gemma4, llama, qwen, qwen_hybrid
 from sgljax_engine.models.spec import ModelDefinition
 from sgljax_engine.weights.hf_json import read_end_ids, read_json
+from sgljax_engine.weights.hf_tables import holds_two_tables
+
+logger = logging.getLogger(__name__)
 
 MODELS: dict[str, ModelDefinition] = {
     "Gemma2ForCausalLM": gemma.GEMMA2,
@@ -34,6 +38,28 @@ MODELS: dict[str, ModelDefinition] = {
 }
 
 
+_OF_TYPES = {
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4": "Gemma4ForConditionalGeneration",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified": "Gemma4UnifiedForConditionalGeneration",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+}
+"""Architecture of a config that names none, or the class without a head, by `model_type`."""
+
+
 def get_model(architecture: str | None) -> ModelDefinition:
     """The model of that name; raises UnsupportedModelError with the known names."""
     if architecture not in MODELS:
@@ -50,17 +76,38 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         UnsupportedModelError: for an architecture or a setting that is not implemented.
         InvalidConfigError: for a missing or wrong field.
     """
-    architecture = (config.get("architectures") or [None])[0]
-    return get_model(architecture).config_from_hf(config)
+    architecture = _architecture(config)
+    model = get_model(architecture)
+    return model.config_from_hf({**config, "architectures": [architecture]})
+
+
+def _architecture(config: Mapping[str, Any]) -> str | None:
+    """The architecture that a config names; its model_type's, if that is none with a head."""
+    names = config.get("architectures") or [None]
+    if not isinstance(names, list):
+        raise InvalidConfigError(f"architectures must be a list of names, got {names!r}")
+    if names[0] is None or str(names[0]).endswith("Model"):
+        return _OF_TYPES.get(str(config.get("model_type")), names[0])
+    return names[0]
 
 
 def load_model_config(folder: str | Path) -> ModelConfig:
     """Reads a model folder's config.json, and end-of-sequence ids from generation_config.json.
+
+    Of the weights, if there are any, it reads whether a model tied by its config stores two
+    different tables, and so is none.
 
     Raises:
         UnsupportedModelError: for an architecture or a setting that is not implemented.
         InvalidConfigError: for a file that cannot be read, or a missing or wrong field.
     """
     model = model_config_from_hf(read_json(Path(folder) / "config.json"))
+    if model.tie_word_embeddings and holds_two_tables(folder):
+        logger.warning(
+            "%s ties embeddings and output projection, but stores two different tables: both are "
+            "kept, as transformers 5 does",
+            folder,
+        )
+        model = dataclasses.replace(model, tie_word_embeddings=False)
     eos = read_end_ids(folder)
     return model if eos is None else dataclasses.replace(model, eos_token_ids=eos)

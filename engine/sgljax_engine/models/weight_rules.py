@@ -7,15 +7,14 @@ most JAX models [in, out], and a square one fits both. So each orientation has i
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import Any
 
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import MODELS, get_model
 from sgljax_engine.models.spec import ParamKind
-from sgljax_engine.weights.rules import Rule
-
-_INSIDE_MULTIMODAL = ("language_model.model.", "model.language_model.")
-"""Prefixes in a multimodal checkpoint for its language model's "model.": in files, and in modules
-of transformers 5."""
+from sgljax_engine.weights.hf_tables import TEXT_PREFIXES, tie_tables
+from sgljax_engine.weights.rules import Rule, WeightRule, WeightSource, check_rules, flatten_named
 
 _BESIDE_TEXT = (
     "vision_tower",
@@ -63,11 +62,38 @@ def hf_rules(model_config: ModelConfig) -> tuple[Rule, ...]:
             )
     if model_config.linear_attention is not None:  # layers that draft tokens
         rules.append(Rule("mtp.**", None))
-    if model_config.tie_word_embeddings:
+    if model_config.tie_word_embeddings:  # a copy: `hf_source` lets no other one pass
         rules.append(Rule("lm_head.weight", None))
-    if _multimodal(model_config.architecture) in MODELS:
-        rules += _multimodal_rules(rules)
-    return tuple(rules)
+    is_multimodal = _multimodal(model_config.architecture) in MODELS
+    prefixes = TEXT_PREFIXES[1:] if is_multimodal else TEXT_PREFIXES[1:2]
+    renamed = [
+        rule._replace(source=prefix + rule.source.removeprefix("model."))
+        for prefix in prefixes
+        for rule in rules
+        if rule.source.startswith("model.")
+    ]
+    return (*rules, *renamed, *(_multimodal_rules(rules) if is_multimodal else ()))
+
+
+def hf_source(
+    model_config: ModelConfig, source: Any, rules: Sequence[WeightRule] | None
+) -> WeightSource:
+    """Weights with their rules; without rules as Hugging Face stores them, its tied tables too.
+
+    Args:
+        model_config: Config of the model.
+        source: A pytree of arrays.
+        rules: Map it onto the model's parameters; None for `hf_rules`.
+
+    Raises:
+        WeightSyncError: for rules that are none; for two tables of a model that has one.
+    """
+    if rules is not None:
+        return WeightSource(source, check_rules(rules))
+    arrays = flatten_named(source)
+    if model_config.tie_word_embeddings:
+        arrays = tie_tables(arrays)
+    return WeightSource(arrays, hf_rules(model_config))
 
 
 def _multimodal(architecture: str) -> str:
@@ -75,13 +101,7 @@ def _multimodal(architecture: str) -> str:
 
 
 def _multimodal_rules(rules: list[Rule]) -> list[Rule]:
-    """`rules` for names in a multimodal checkpoint, and rules that ignore its other modules."""
-    inside = [
-        rule._replace(source=prefix + rule.source.removeprefix("model."))
-        for prefix in _INSIDE_MULTIMODAL
-        for rule in rules
-        if rule.source.startswith("model.")
-    ]
+    """Rules for the head of a multimodal checkpoint, and rules that ignore its other modules."""
     heads = [
         rule._replace(source=f"language_model.{rule.source}")
         for rule in rules
@@ -90,7 +110,7 @@ def _multimodal_rules(rules: list[Rule]) -> list[Rule]:
     beside = [
         Rule(f"{prefix}{module}.**", None) for prefix in ("", "model.") for module in _BESIDE_TEXT
     ]
-    return [*inside, *heads, *beside]
+    return [*heads, *beside]
 
 
 def expert_name(stack: str, expert: int | str) -> str:

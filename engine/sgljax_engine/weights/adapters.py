@@ -179,27 +179,30 @@ def plan_adapter(
     """The plan for a pytree with an adapter's pairs, and the pytree's arrays by name.
 
     Args:
-        tree: Holds A and B of each LoRA rule; other leaves are ignored.
+        tree: Holds A and B of each LoRA rule, and what a rule ignores on purpose.
         rules: LoRA rules, and the rules that map the weights they change.
         slots: The engine's slots.
         targets: All parameters of the model.
 
     Raises:
         WeightSyncError: names each pair that is incomplete, does not fit, has too large a rank, or
-            changes a weight without a slot.
+            changes a weight without a slot; and each leaf that is of no pair.
     """
     source = flatten_named(tree)
     pairs = tuple(rule for rule in rules if isinstance(rule, LoraRule))
     mapping = tuple(rule for rule in rules if isinstance(rule, Rule))
     named = {name: source[name] for rule in pairs for name in (rule.a, rule.b) if name in source}
+    ignores = RuleTable(mapping).ignores
+    others = tuple(name for name in source if name not in named and not ignores(name))
     spec = source_spec(named)
-    key = (tuple(spec.items()), pairs, mapping, slots)
+    key = (tuple(spec.items()), others, pairs, mapping, slots)
     return _plan(*key, tuple(targets.items())), named
 
 
 @functools.lru_cache(maxsize=16)
 def _plan(
     spec: tuple[tuple[str, ArraySpec], ...],
+    others: tuple[str, ...],
     pairs: tuple[LoraRule, ...],
     mapping: tuple[Rule, ...],
     slots: AdapterSlots,
@@ -212,6 +215,11 @@ def _plan(
     table = RuleTable(mapping)
     steps: dict[str, _Step] = {}
     problems: list[str] = [] if pairs else ["there is no LoRA rule"]
+    problems += [
+        f"{name!r} is of no LoRA pair that a rule names: an adapter is its pairs, without "
+        "magnitudes, biases or whole weights; update_weights takes them all, merged"
+        for name in others
+    ]
     for rule in pairs:
         term, found = lora_term(rule, source)
         problems += found

@@ -20,6 +20,9 @@ def read_hf_folder(
 ) -> dict[str, np.ndarray]:
     """The tensors of a model's safetensors files, by name.
 
+    The index only names the files, as for transformers: a tensor that it leaves out is read, and
+    one that no file holds is missed by whoever needs it.
+
     Args:
         files: What `find_weight_files` found.
         on_read: Called with the bytes of each tensor once it is read, and with those that are left
@@ -27,18 +30,17 @@ def read_hf_folder(
         ignores: Whether a tensor is left in its file, by its name.
 
     Raises:
-        WeightLoadError: names the file that is missing, truncated or inconsistent with the index.
+        WeightLoadError: names the file that is missing or truncated, and two that hold one tensor.
     """
-    folder, weight_map = files.folder, files.index
     tensors: dict[str, np.ndarray | None] = {}
+    places: dict[str, str] = {}
     for file_name in files.names:
-        for name, tensor in _read_file(folder / file_name, on_read, ignores):
-            if weight_map is not None and weight_map.get(name) != file_name:
-                raise WeightLoadError(f"{folder / file_name} holds {name!r}, the index says not")
-            tensors[name] = tensor
-    missing = sorted(set(weight_map or ()) - set(tensors))
-    if missing:
-        raise WeightLoadError(f"{folder}: the index lists {missing}, which no shard holds")
+        for name, tensor in _read_file(files.folder / file_name, on_read, ignores):
+            if name in tensors:
+                raise WeightLoadError(
+                    f"{files.folder}: {places[name]} and {file_name} both hold {name!r}"
+                )
+            tensors[name], places[name] = tensor, file_name
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 

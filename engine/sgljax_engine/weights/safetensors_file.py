@@ -109,6 +109,14 @@ class SafetensorsFile:
         self.check_unchanged(self.stamp)
         return data.view(tensor.dtype).reshape(tensor.shape)
 
+    def read_bytes(self, name: str, start: int, count: int) -> bytearray:
+        """At most so many bytes of a tensor, from one of its bytes on; raises as `read`."""
+        tensor = self.tensors[name]
+        data = bytearray(max(0, min(count, tensor.end - tensor.start - start)))
+        self._read_into(memoryview(data), tensor.start + start)
+        self.check_unchanged(self.stamp)
+        return data
+
     def check_unchanged(self, stamp: tuple[int, ...]) -> None:
         """Raises WeightLoadError if the file was changed: what was read may be of both versions."""
         if self._stamp() != stamp:

@@ -1,0 +1,118 @@
+"""Folders that are read otherwise than by transformers, on purpose: one line a reason."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Difference(NamedTuple):
+    """A difference that is meant.
+
+    Attributes:
+        pattern: Matches the reason of each such folder: our error where we refuse, what
+            transformers says where it does.
+        example: Name of a folder that must still differ so.
+        why: Why it is right.
+    """
+
+    pattern: str
+    example: str
+    why: str
+
+
+_RANGE = "a value that no model can have, which transformers computes with, to NaN or nonsense"
+_DROPPED = "transformers drops the weight and says so in a table; trained values are not dropped"
+_KERNELS = "kernels have this family's activation alone"
+_LATER = "a rotary embedding that is not implemented"
+_NULL = "transformers 4 wrote null for a default, and reads it so"
+_NAMES = "names of modules in memory, and of other versions' files, which tell the same weights"
+
+REFUSED = (
+    Difference(r"^rms_norm_eps must be a positive number", "llama + rms_norm_eps=-1e-05", _RANGE),
+    Difference(r"^context_length must be an integer", "llama + max_position_embeddings=0", _RANGE),
+    Difference(r"^num_layers must be an integer", "llama + num_hidden_layers=0", _RANGE),
+    Difference(r"^sliding_window must be an integer", "mistral + sliding_window=0", _RANGE),
+    Difference(r"^(rope_theta|factor) must be a positive number", "llama + rope: theta=0", _RANGE),
+    Difference(r"^high_freq_factor must be above", "llama + rope: llama3, equal factors", _RANGE),
+    Difference(
+        r"^query_pre_attn_scalar must be a pos", "gemma2 + query_pre_attn_scalar=-1", _RANGE
+    ),
+    Difference(
+        r"^logit_softcap must be a positive", "gemma2 + attn_logit_softcapping=-5.0", _RANGE
+    ),
+    Difference(r"^final_logit_softcap must be a", "gemma2 + final_logit_softcapping=-5.0", _RANGE),
+    Difference(r"^num_experts_per_token must be", "qwen3_moe + num_experts_per_tok=0", _RANGE),
+    Difference(r"^hidden_act=.* only 'silu'", "llama + hidden_act='gelu'", _KERNELS),
+    Difference(
+        r"^hidden_act(ivation)?=.* only 'gelu_py", "gemma2 + hidden_activation='silu'", _KERNELS
+    ),
+    Difference(r"^rope_type='(yarn|dynamic|longrope)'", "llama + rope: yarn", _LATER),
+    Difference(r"is mapped by no rule", "llama + files: unexpected bias", _DROPPED),
+    Difference(
+        r"^factor=4.0 is not supported for rope_type='default'",
+        "llama + rope: default, factor 4",
+        "a stretching that transformers ignores, and whoever wrote it did not mean to",
+    ),
+    Difference(
+        r"^partial_rotary_factor=0.5 is not supported",
+        "llama + rope: partial 0.5 inside",
+        "a partial rotation that this family's class in transformers ignores",
+    ),
+    Difference(
+        r"one rotary embedding for all layers$",
+        "llama + rope: by layer type",
+        "embeddings by type of layer, which this family's class in transformers ignores",
+    ),
+    Difference(
+        r"only an embedding for each of .* transformers would ignore",
+        "gemma3 + rope: flat",
+        "one embedding where the class has two: transformers ignores it",
+    ),
+    Difference(
+        r"^layer_types '\w+' is not supported",
+        "mistral + layer_types: mixed",
+        "types of layers that this family's class in transformers ignores",
+    ),
+    Difference(
+        r"^quantization_config=",
+        "llama + quantization_config={'quant_method': 'fp8'}",
+        "quantised weights are not implemented; these are none, which transformers finds out late",
+    ),
+    Difference(
+        r"^dual_chunk_attention_config=",
+        "llama + dual_chunk_attention_config={'chunk_size': 16}",
+        "attention by chunks (Qwen2.5-1M), which transformers ignores and vLLM computes",
+    ),
+    Difference(
+        r"^use_bidirectional_attention=",
+        "gemma3 + use_bidirectional_attention=True",
+        "an encoder of texts, which generates nothing",
+    ),
+    Difference(
+        r"both hold",
+        "llama + files: in two shards",
+        "a tensor in two shards; transformers takes the last, whatever the index says",
+    ),
+)
+"""What we refuse, and transformers loads."""
+
+LENIENT = (
+    Difference(r"NoneType", "llama + attention_bias=None", _NULL),
+    Difference(
+        r"'rms_norm_eps' expected float, got int|logit_softcapping' with value 5 ",
+        "llama + rms_norm_eps=1",
+        "JSON has one kind of number: 1 is 1.0",
+    ),
+    Difference(r"^missing", "gemma3 + files: text named model.language_model.", _NAMES),
+    Difference(
+        r"ignore_mismatched_sizes",
+        "qwen3_5_multimodal + files: vision tower",
+        "weights beside the language model, or their sizes, are not read",
+    ),
+    Difference(
+        r"'llama3': \{'original_max_position_embeddings'\}",
+        "gemma4 + rope: llama3 full",
+        "the context's length, as transformers takes it for all other families",
+    ),
+)
+"""What transformers refuses, or completes with random weights, and we load."""
