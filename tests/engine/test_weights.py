@@ -778,14 +778,12 @@ class TestHFFolder:
         self.edit(folder, rope_parameters=None, rope_theta=nested)
         assert load_model_config(folder).rope.theta == nested
         self.edit(folder, rope_theta=None)
-        with pytest.raises(InvalidConfigError, match="no 'rope_theta'"):
-            load_model_config(folder)
+        assert load_model_config(folder).rope.theta == 10_000
 
     UNSUPPORTED = (
         ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not supported"),
-        ({"architectures": []}, "None is not supported"),
-        ({"attention_bias": True}, "attention_bias=True"),
-        ({"use_sliding_window": True}, "use_sliding_window=True"),
+        ({"architectures": [], "model_type": "mamba"}, "None is not supported"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_type='yarn'"),
     )
@@ -822,7 +820,7 @@ class TestHFFolder:
         with pytest.raises(WeightLoadError, match="no such weights file"):
             Engine(folder)
 
-    def test_missing_shard_and_wrong_index(self, tmp_path):
+    def test_missing_shard_and_names_that_no_shard_holds(self, tmp_path):
         folder = Path(shutil.copytree(GOLDEN / "qwen3_mha_sharded", tmp_path / "model"))
         shard = sorted(folder.glob("model-*.safetensors"))[1]
         content = shard.read_bytes()
@@ -833,8 +831,8 @@ class TestHFFolder:
         index = json.loads((folder / "model.safetensors.index.json").read_text())
         index["weight_map"]["model.ghost.weight"] = shard.name
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-        with pytest.raises(WeightLoadError, match=r"model\.ghost\.weight"):
-            Engine(folder)
+        with Engine(folder, **SMALL) as engine:  # the index only names files, as for transformers
+            assert engine.find_differing_weights(GOLDEN / "qwen3_mha_sharded") == []
 
     def test_missing_tensor_is_named(self, folder):
         tensors = load_file(folder / "model.safetensors")
