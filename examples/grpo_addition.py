@@ -36,10 +36,10 @@ from addition_task import Tokenizer, exact_match, load_checkpoint, problem_batch
 from tunix_sgljax import SglJaxRollout
 from tunix_sgljax.training import TrainConfig, load_config
 from tunix_sgljax.training.report import (
+    StepLines,
     StepRecord,
     StepRecorder,
     format_summary,
-    print_step,
     summarize,
     write_json,
 )
@@ -173,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
         f"{config.batch_size} prompts x {config.num_generations}, on {device}. "
         "The first step compiles."
     )
-    records = train(config, functools.partial(print_step, num_steps=config.num_batches))
+    records = train(config, StepLines(config.num_batches))
 
     output_dir = Path(config.output_dir)
     write_json(output_dir / "records.json", config, records)

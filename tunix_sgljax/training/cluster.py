@@ -7,7 +7,7 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -219,16 +219,22 @@ def make_cluster(
 
 
 def make_learner(
-    config: TrainConfig, cluster: RLCluster, reward_fns: list[Callable[..., Any]]
+    config: TrainConfig,
+    cluster: RLCluster,
+    reward_fns: list[Callable[..., Any]],
+    metric_fns: Sequence[Callable[..., Any]] = (),
 ) -> GRPOLearner[GRPOConfig] | PPOLearner:
     """The learner that `training_mode` names."""
     algorithm = make_algorithm(config)
     if isinstance(algorithm, PPOConfig):
-        return PPOLearner(cluster, algorithm, [whole_numbers(fn) for fn in reward_fns])
+        whole = [whole_numbers(fn) for fn in reward_fns]
+        return PPOLearner(cluster, algorithm, whole, metric_fns=metric_fns)
     over_sampling = make_over_sampling(config)
     if over_sampling is None:
-        return GRPOLearner(cluster, algorithm, reward_fns)
-    return OverSamplingGrpoLearner(cluster, algorithm, reward_fns, over_sampling=over_sampling)
+        return GRPOLearner(cluster, algorithm, reward_fns, metric_fns)
+    return OverSamplingGrpoLearner(
+        cluster, algorithm, reward_fns, metric_fns, over_sampling=over_sampling
+    )
 
 
 def make_over_sampling(config: TrainConfig) -> OverSampling | None:

@@ -28,6 +28,7 @@ from tunix_sgljax.training.memory import MemoryEstimate, estimate_memory
 from tunix_sgljax.training.models import ModelSpec, find_model, load_tokenizer
 from tunix_sgljax.training.report import EvalRecord, StepRecord, StepRecorder, write_json
 from tunix_sgljax.training.rollouts import TimedRollout
+from tunix_sgljax.training.samples import Sample, SampleFile
 from tunix_sgljax.training.schema import TrainConfig
 from tunix_sgljax.training.task import Task, batches, load_task, to_batch
 
@@ -84,6 +85,7 @@ def run(
     *,
     on_step: Callable[[StepRecord], None] = lambda record: None,
     on_eval: Callable[[EvalRecord], None] = lambda record: None,
+    on_sample: Callable[[Sample], None] = lambda sample: None,
     should_stop: Callable[[], bool] = lambda: False,
     progress: Progress | None = None,
     timeline: Path | None = None,
@@ -91,12 +93,14 @@ def run(
     """Trains as the config says, with Tunix's learner.
 
     Resumes from the newest checkpoint of `checkpoint_root_directory`, if there is one, and writes
-    records.json. Metrics of the engine's rollouts go to Tunix's loggers.
+    records.json and samples.jsonl. Metrics of the engine's rollouts go to Tunix's loggers.
 
     Args:
         config: From `load_config`.
         on_step: Called after each step, on the thread that logs Tunix's metrics.
         on_eval: The same for each evaluation between steps.
+        on_sample: Called after `on_step` with a completion of the step, as often as
+            `show_sample_every_n_steps` says.
         should_stop: Called before each step; True ends the run as if its data had ended, with a
             last checkpoint.
         progress: Draws bars of the engine's rollouts; None writes a line for each slow phase.
@@ -109,7 +113,15 @@ def run(
         _check_timeline(config)
     prepared = prepare(config)
     keep_lora_settings(config)
-    recorder = StepRecorder(on_step, on_eval)
+    samples: SampleFile | None = None
+
+    def step_ended(record: StepRecord) -> None:
+        on_step(record)
+        every = config.show_sample_every_n_steps
+        if every and record.step % every == 0 and samples is not None and samples.first is not None:
+            on_sample(samples.first)
+
+    recorder = StepRecorder(step_ended, on_eval)
     tracer = None if timeline is None else Timeline()
     timed = functools.partial(
         TimedRollout, engine=rollout_engine(config, progress), on_generate=recorder.add_rollout
@@ -119,8 +131,11 @@ def run(
     worker, task = cluster.rollout, prepared.task
     assert isinstance(worker, TimedRollout)
     try:
-        learner = make_learner(config, cluster, task.reward_fns)
         done = cluster.actor_trainer.train_steps // config.updates_per_step
+        samples = SampleFile(
+            Path(config.output_dir) / "samples.jsonl", lambda: cluster.global_steps + 1, done
+        )
+        learner = make_learner(config, cluster, task.reward_fns, [samples.add])
         cluster.global_steps = done  # Tunix's last checkpoint of a run does not hold it
         cluster.with_external_metrics_logger(recorder.add_metrics)
         if config.rollout_engine == "sgljax":
@@ -137,6 +152,8 @@ def run(
             recorder.evals.append(EvalRecord(config.num_steps, evaluate(cluster, task)))
     finally:
         worker.close()
+        if samples is not None:
+            samples.close()
     file = None
     if recorder.records:
         file = Path(config.output_dir) / "records.json"
