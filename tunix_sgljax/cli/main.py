@@ -43,6 +43,7 @@ class Command(Protocol):
 
 COMMANDS = {
     "train": "Train with GRPO or PPO, as a config file says.",
+    "evaluate": "Evaluate a checkpoint, or a model's folder, on the task of a training's config.",
     "tunix": "Run Tunix's own GRPO, PPO or PEFT command on a recipe's YAML and overrides.",
     "maxtext": "Run MaxText's own RL trainer on its YAML and overrides, sampling on this engine.",
     "generate": "Complete prompts with a model in a Hugging Face folder.",
@@ -60,6 +61,7 @@ _EXAMPLES = """examples:
   tunix-sgljax generate --model path/to/Qwen3-0.6B "The capital of France is"
   tunix-sgljax serve --model path/to/Qwen3-0.6B --port 30000
   tunix-sgljax train --config configs/grpo_addition.yaml
+  tunix-sgljax evaluate --config configs/grpo_addition.yaml --split train --temperature 0
   tunix-sgljax tunix grpo base_config.yaml rollout_engine=sgljax
   tunix-sgljax maxtext rl rl.yml model_name=qwen3-0.6b run_name=first
   tunix-sgljax convert checkpoints/actor --base path/to/Qwen3-0.6B --output trained

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
+from tunix.rl.algorithm_config import AlgorithmConfig
 from tunix.rl.rl_cluster import Mode, RLCluster
 from tunix.rl.rl_learner import TrainingInputT
 
@@ -17,12 +17,14 @@ from tunix_sgljax.observability.rollout_metrics import log_rollout_metrics
 from tunix_sgljax.observability.timeline import Timeline
 from tunix_sgljax.training.cluster import (
     check_sections,
+    make_algorithm,
     make_cluster,
     make_learner,
     make_meshes,
     make_optimizers,
     rollout_engine,
 )
+from tunix_sgljax.training.evaluation import sum_rewards
 from tunix_sgljax.training.lora import check_resume, keep_lora_settings
 from tunix_sgljax.training.memory import MemoryEstimate, estimate_memory
 from tunix_sgljax.training.models import ModelSpec, find_model, load_tokenizer
@@ -149,7 +151,8 @@ def run(
             learner.train(_TrainingData(config, task, should_stop), held_out or None)
         was_stopped = done + len(recorder.records) < config.num_steps
         if task.eval_rows and not was_stopped:
-            recorder.evals.append(EvalRecord(config.num_steps, evaluate(cluster, task)))
+            reward = evaluate(cluster, task, make_algorithm(config))
+            recorder.evals.append(EvalRecord(config.num_steps, reward))
     finally:
         worker.close()
         if samples is not None:
@@ -172,17 +175,17 @@ def _check_timeline(config: TrainConfig) -> None:
         )
 
 
-def evaluate(cluster: RLCluster, task: Task) -> float:
-    """The mean reward of one completion for each held-out row, as `eval_rollout_config` samples."""
-    batch = to_batch(task.eval_rows)
-    prompts = [str(prompt) for prompt in batch.pop("prompts")]
+def evaluate(cluster: RLCluster, task: Task, algorithm: AlgorithmConfig | None = None) -> float:
+    """The mean reward of one completion for each held-out row, as `eval_rollout_config` samples.
+
+    Args:
+        cluster: With the policy to evaluate.
+        task: Has the held-out rows.
+        algorithm: The learner's config, which names the reward manager; None takes Tunix's own.
+    """
+    prompts = [row["prompts"] for row in task.eval_rows]
     completions = cluster.generate(prompts, mode=Mode.EVAL).text
-    columns = {name: list(values) for name, values in batch.items()}
-    rewards = [
-        np.asarray(function(prompts=prompts, completions=completions, **columns), np.float64)
-        for function in task.reward_fns
-    ]
-    return float(np.sum(rewards, axis=0).mean())
+    return float(sum_rewards(task.reward_fns, task.eval_rows, completions, algorithm).mean())
 
 
 class _TrainingData:
