@@ -260,6 +260,7 @@ def test_exported_names():
         "WeightRule",
         "WeightSyncError",
         "WeightsLostError",
+        "check_model_folder",
         "derive_seed",
         "find_weight_files",
         "flatten_named",

@@ -71,6 +71,7 @@ if TYPE_CHECKING:
         RequestCheckpoint,
         SchedulerCheckpoint,
     )
+    from sgljax_engine.checks import check_model_folder
     from sgljax_engine.engine import Engine
     from sgljax_engine.models.hf_export import to_hf_tensors
     from sgljax_engine.models.registry import load_model_config, model_config_from_hf
@@ -100,6 +101,7 @@ _LAZY = {
     "Rule": "sgljax_engine.weights.rules",
     "WeightFiles": "sgljax_engine.weights.hf_layout",
     "WeightRule": "sgljax_engine.weights.rules",
+    "check_model_folder": "sgljax_engine.checks",
     "find_weight_files": "sgljax_engine.weights.hf_layout",
     "flatten_named": "sgljax_engine.weights.rules",
     "hf_rules": "sgljax_engine.models.weight_rules",
@@ -176,6 +178,7 @@ __all__ = [
     "WeightRule",
     "WeightSyncError",
     "WeightsLostError",
+    "check_model_folder",
     "derive_seed",
     "find_weight_files",
     "flatten_named",

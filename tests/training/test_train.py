@@ -271,6 +271,10 @@ def test_print_config_prints_what_loads_again(tmp_path, capsys):
         ("task.columns=[answr]", "task.columns must not be 'answr'; did you mean 'answer'?"),
         ("actor_model_config.shape.layers=3", "unknown key actor_model_config.shape.layers; did"),
         ("task.prompt_template='{prompt}'", "must not be 'prompt'; did you mean 'prompts'?"),
+        (
+            "rollout_config.max_new_tokens=8",
+            "unknown key rollout_config.max_new_tokens; it is called max_tokens_to_generate here",
+        ),
         ("actor_model_config.checkpoint=missing.safetensors", "missing.safetensors is no file"),
     ],
 )

@@ -19,6 +19,7 @@ from sgljax_engine import (
     InvalidConfigError,
     ModelConfig,
     WeightLoadError,
+    check_model_folder,
     find_weight_files,
     load_model_config,
     read_safetensors,
@@ -173,7 +174,7 @@ def _value_head(spec: ModelSpec, seed: int) -> nnx.Linear:
 
 
 def _read_folder(folder: str) -> tuple[str, Any]:
-    if not (Path(folder) / "config.json").is_file():
+    if not (check_model_folder("model_path", folder) / "config.json").is_file():
         raise InvalidConfigError(f"model_path {folder} has no config.json; it must be an HF folder")
     model = load_model_config(folder)
     family = _ARCHITECTURES.get(model.architecture)
@@ -330,6 +331,8 @@ def load_tokenizer(config: TrainConfig) -> TokenizerAdapter:
 def _read_tokenizer(folder: str | None) -> Any:
     from transformers import AutoTokenizer
 
+    if folder is not None:
+        check_model_folder("tokenizer_path", folder)
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
