@@ -9,6 +9,8 @@ training changes is how often a sample is, so the table shows both.
 
 from __future__ import annotations
 
+import no_advice  # noqa: F401  # isort: skip
+
 import argparse
 import sys
 from pathlib import Path

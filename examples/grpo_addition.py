@@ -13,6 +13,8 @@ made.
 
 from __future__ import annotations
 
+import no_advice  # noqa: F401  # isort: skip
+
 import argparse
 import functools
 import sys

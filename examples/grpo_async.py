@@ -12,6 +12,8 @@ trains.
 
 from __future__ import annotations
 
+import no_advice  # noqa: F401  # isort: skip
+
 import argparse
 import dataclasses
 import functools

@@ -11,6 +11,8 @@ step asserts it.
 
 from __future__ import annotations
 
+import no_advice  # noqa: F401  # isort: skip
+
 import argparse
 import asyncio
 import contextlib

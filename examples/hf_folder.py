@@ -9,6 +9,8 @@ without a download.
 
 from __future__ import annotations
 
+import no_advice  # noqa: F401  # isort: skip
+
 import argparse
 import json
 import sys

@@ -9,6 +9,8 @@ the critic, one output in place of its logits. `configs/ppo_addition.yaml` has a
 
 from __future__ import annotations
 
+import no_advice  # noqa: F401  # isort: skip
+
 import argparse
 import sys
 from pathlib import Path

@@ -12,6 +12,8 @@ when stdin ends, or with the first error.
 
 from __future__ import annotations
 
+import no_advice  # noqa: F401  # isort: skip
+
 import asyncio
 import json
 import sys
