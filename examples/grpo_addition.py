@@ -5,7 +5,7 @@
     python examples/grpo_addition.py --lora 8             # trains LoRA pairs of rank 8 alone
 
 It is a plain Tunix program: a policy, a frozen reference, `RLCluster`, `GRPOLearner`, and a reward
-function. The rollout engine is one line of it, in `choose_rollout`; `tunix-sgljax train --config
+function. The rollout engine is chosen in `choose_rollout`; `tunix-sgljax train --config
 configs/grpo_addition.yaml` is the same run without a program, and with grpo_addition_lora.yaml that
 of `--lora 8`. The policy starts from the supervised checkpoint that `make_addition_checkpoint.py`
 made.
@@ -53,7 +53,7 @@ MIN_GAIN = 0.2  # by which `--check` tells that the policy has learnt
 
 
 def choose_rollout(config: TrainConfig) -> Callable[..., BaseRollout]:
-    """Returns the rollout engine that the config names: the one line that differs."""
+    """Returns the rollout engine that the config names: all that differs."""
     if config.rollout_engine == "vanilla":
         return functools.partial(SeededVanillaRollout, seed=config.seed)
     return functools.partial(SglJaxRollout, **config.sgljax_config, random_seed=config.seed)

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check everything and estimate the memory; stop before the weights",
+        help="check config, data and functions, and estimate the memory; stop before the weights",
     )
     parser.add_argument(
         "--timeline",
@@ -47,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="record the second step of this run for the Perfetto UI",
     )
-    parser.add_argument("--quiet", action="store_true", help="no bars and no line for each step")
+    parser.add_argument(
+        "--quiet", action="store_true", help="no bars, no line for each step and no sample"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
