@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import tunix
 
+import hf_folder
 from tests.docs import doc_blocks
-from tunix_sgljax.cli.main import COMMANDS, make_parser
+from tunix_sgljax.cli.main import COMMANDS, main, make_parser
 
 ROOT = doc_blocks.DOCS.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -120,6 +121,21 @@ def test_log_probs():
         if "float32" in name and "trainer_logprobs" in name
     ]
     assert 0.8 * bound < max(found) <= bound
+
+
+def test_random_pauses():
+    (cycles,) = numbers("README.md", r"([\d,]+) random pauses and weight updates")
+    assert result("interruptions")["effort"]["num_cycles"] == cycles
+
+
+def test_what_doctor_says_of_the_first_model(tmp_path, capsys):
+    assert hf_folder.main([str(tmp_path / "addition_hf")]) == 0
+    main(["doctor", "--model", str(tmp_path / "addition_hf")])
+    printed = capsys.readouterr().out
+    page = (ROOT / "docs/first_steps.md").read_text(encoding="utf-8")
+    for line in ("weights", "KV cache", "max_model_len"):
+        (found,) = re.findall(rf"^  {line}: .*$", page, re.MULTILINE)
+        assert found in printed
 
 
 def test_rewards_of_the_first_steps():
