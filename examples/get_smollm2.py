@@ -10,7 +10,7 @@ folder. `--wheel FILE` takes the package's wheel from a file, where pip cannot r
 
 from __future__ import annotations
 
-import no_advice  # noqa: F401  # isort: skip
+import no_advice as no_advice  # isort: skip
 
 import argparse
 import contextlib

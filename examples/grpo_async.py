@@ -12,7 +12,7 @@ trains.
 
 from __future__ import annotations
 
-import no_advice  # noqa: F401  # isort: skip
+import no_advice as no_advice  # isort: skip
 
 import argparse
 import dataclasses

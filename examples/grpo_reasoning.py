@@ -13,7 +13,7 @@ records all steps but the first, which compiles, for the Perfetto UI.
 
 from __future__ import annotations
 
-import no_advice  # noqa: F401  # isort: skip
+import no_advice as no_advice  # isort: skip
 
 import argparse
 import dataclasses

@@ -9,7 +9,7 @@ without a download.
 
 from __future__ import annotations
 
-import no_advice  # noqa: F401  # isort: skip
+import no_advice as no_advice  # isort: skip
 
 import argparse
 import json

@@ -9,7 +9,7 @@ the critic, one output in place of its logits. `configs/ppo_addition.yaml` has a
 
 from __future__ import annotations
 
-import no_advice  # noqa: F401  # isort: skip
+import no_advice as no_advice  # isort: skip
 
 import argparse
 import sys

@@ -5,7 +5,7 @@ python examples/reasoning_plot.py training.svg outputs/sgljax outputs/vanilla
 
 from __future__ import annotations
 
-import no_advice  # noqa: F401  # isort: skip
+import no_advice as no_advice  # isort: skip
 
 import json
 import sys

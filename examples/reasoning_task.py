@@ -10,7 +10,7 @@ chat. `TASKS` has settings that are easy enough for a model of 135M parameters.
 
 from __future__ import annotations
 
-import no_advice  # noqa: F401  # isort: skip
+import no_advice as no_advice  # isort: skip
 
 import argparse
 import importlib

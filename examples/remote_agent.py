@@ -12,7 +12,7 @@ when stdin ends, or with the first error.
 
 from __future__ import annotations
 
-import no_advice  # noqa: F401  # isort: skip
+import no_advice as no_advice  # isort: skip
 
 import asyncio
 import json

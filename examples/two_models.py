@@ -11,7 +11,7 @@ The models are tiny and their weights random, so this takes seconds on a CPU.
 
 from __future__ import annotations
 
-import no_advice  # noqa: F401  # isort: skip
+import no_advice as no_advice  # isort: skip
 
 import argparse
 import dataclasses

@@ -149,13 +149,9 @@ def test_rewards_of_the_first_steps():
 
 
 def test_versions():
-    bounds = dict(
-        re.match(r"([\w.-]+)(.*)", line).groups()  # type: ignore[union-attr]
-        for line in PROJECT["dependencies"]
-    )
-    assert f"google-tunix {bounds['google-tunix'].replace(',', ', ').replace('>=', '>= ')}".replace(
-        "<", "< "
-    ) in read("README.md")
+    (bounds,) = (line for line in PROJECT["dependencies"] if line.startswith("google-tunix"))
+    stated = bounds.replace(">=", " >= ").replace(",<", ", < ")
+    assert stated in read("README.md")
     python = PROJECT["requires-python"].removeprefix(">=")
     for page in ("README.md", "docs/installation.md"):
         assert f"Python {python} or newer" in read(page), page
