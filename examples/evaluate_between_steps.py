@@ -9,15 +9,16 @@ training changes is how often a sample is, so the table shows both.
 
 from __future__ import annotations
 
+import no_advice as no_advice  # isort: skip
+
 import argparse
-import functools
 import sys
 from pathlib import Path
 
 from absl import logging as absl_logging
 
 from tunix_sgljax.training import RunResult, load_config, run
-from tunix_sgljax.training.report import print_step
+from tunix_sgljax.training.report import StepLines
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs/grpo_addition.yaml"
 
@@ -38,7 +39,7 @@ def train(steps: int, batch_size: int, every: int, held_out: int, output_dir: Pa
             "eval_rollout_config={temperature: 0}",
         ],
     )
-    return run(config, on_step=functools.partial(print_step, num_steps=steps))
+    return run(config, on_step=StepLines(steps))
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

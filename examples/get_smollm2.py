@@ -10,6 +10,8 @@ folder. `--wheel FILE` takes the package's wheel from a file, where pip cannot r
 
 from __future__ import annotations
 
+import no_advice as no_advice  # isort: skip
+
 import argparse
 import contextlib
 import hashlib

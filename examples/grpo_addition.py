@@ -5,13 +5,15 @@
     python examples/grpo_addition.py --lora 8             # trains LoRA pairs of rank 8 alone
 
 It is a plain Tunix program: a policy, a frozen reference, `RLCluster`, `GRPOLearner`, and a reward
-function. The rollout engine is one line of it, in `choose_rollout`; `tunix-sgljax train --config
+function. The rollout engine is chosen in `choose_rollout`; `tunix-sgljax train --config
 configs/grpo_addition.yaml` is the same run without a program, and with grpo_addition_lora.yaml that
 of `--lora 8`. The policy starts from the supervised checkpoint that `make_addition_checkpoint.py`
 made.
 """
 
 from __future__ import annotations
+
+import no_advice as no_advice  # isort: skip
 
 import argparse
 import functools
@@ -36,10 +38,10 @@ from addition_task import Tokenizer, exact_match, load_checkpoint, problem_batch
 from tunix_sgljax import SglJaxRollout
 from tunix_sgljax.training import TrainConfig, load_config
 from tunix_sgljax.training.report import (
+    StepLines,
     StepRecord,
     StepRecorder,
     format_summary,
-    print_step,
     summarize,
     write_json,
 )
@@ -51,7 +53,7 @@ MIN_GAIN = 0.2  # by which `--check` tells that the policy has learnt
 
 
 def choose_rollout(config: TrainConfig) -> Callable[..., BaseRollout]:
-    """Returns the rollout engine that the config names: the one line that differs."""
+    """Returns the rollout engine that the config names: all that differs."""
     if config.rollout_engine == "vanilla":
         return functools.partial(SeededVanillaRollout, seed=config.seed)
     return functools.partial(SglJaxRollout, **config.sgljax_config, random_seed=config.seed)
@@ -173,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
         f"{config.batch_size} prompts x {config.num_generations}, on {device}. "
         "The first step compiles."
     )
-    records = train(config, functools.partial(print_step, num_steps=config.num_batches))
+    records = train(config, StepLines(config.num_batches))
 
     output_dir = Path(config.output_dir)
     write_json(output_dir / "records.json", config, records)

@@ -12,6 +12,8 @@ trains.
 
 from __future__ import annotations
 
+import no_advice as no_advice  # isort: skip
+
 import argparse
 import dataclasses
 import functools

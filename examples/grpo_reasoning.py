@@ -13,6 +13,8 @@ records all steps but the first, which compiles, for the Perfetto UI.
 
 from __future__ import annotations
 
+import no_advice as no_advice  # isort: skip
+
 import argparse
 import dataclasses
 import functools

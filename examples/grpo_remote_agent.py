@@ -11,6 +11,8 @@ step asserts it.
 
 from __future__ import annotations
 
+import no_advice as no_advice  # isort: skip
+
 import argparse
 import asyncio
 import contextlib

@@ -11,6 +11,8 @@ ends by showing an episode with the tool's tokens, which are not, in brackets.
 
 from __future__ import annotations
 
+import no_advice as no_advice  # isort: skip
+
 import argparse
 import dataclasses
 import functools

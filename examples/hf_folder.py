@@ -9,6 +9,8 @@ without a download.
 
 from __future__ import annotations
 
+import no_advice as no_advice  # isort: skip
+
 import argparse
 import json
 import sys

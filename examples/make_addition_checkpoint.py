@@ -8,6 +8,8 @@ The policy learns from worked additions of which three in four end in a wrong su
 
 from __future__ import annotations
 
+import no_advice as no_advice  # isort: skip
+
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -8,6 +8,8 @@ calculator and wrote a wrong result; see `supervised.py`.
 
 from __future__ import annotations
 
+import no_advice as no_advice  # isort: skip
+
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -8,6 +8,8 @@ The policy learns from worked solutions of which seven in ten end in a wrong sum
 
 from __future__ import annotations
 
+import no_advice as no_advice  # isort: skip
+
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

@@ -9,15 +9,16 @@ the critic, one output in place of its logits. `configs/ppo_addition.yaml` has a
 
 from __future__ import annotations
 
+import no_advice as no_advice  # isort: skip
+
 import argparse
-import functools
 import sys
 from pathlib import Path
 
 from absl import logging as absl_logging
 
 from tunix_sgljax.training import load_config, run
-from tunix_sgljax.training.report import format_summary, print_step
+from tunix_sgljax.training.report import StepLines, format_summary
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs/ppo_addition.yaml"
 
@@ -45,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
             f"output_dir={args.output_dir}",
         ],
     )
-    result = run(config, on_step=functools.partial(print_step, num_steps=args.steps))
+    result = run(config, on_step=StepLines(args.steps))
     print(f"\n{format_summary(result.records)}\nwrote {result.file}")
     return 0
 

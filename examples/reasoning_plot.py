@@ -5,6 +5,8 @@ python examples/reasoning_plot.py training.svg outputs/sgljax outputs/vanilla
 
 from __future__ import annotations
 
+import no_advice as no_advice  # isort: skip
+
 import json
 import sys
 from collections.abc import Sequence

@@ -10,6 +10,8 @@ chat. `TASKS` has settings that are easy enough for a model of 135M parameters.
 
 from __future__ import annotations
 
+import no_advice as no_advice  # isort: skip
+
 import argparse
 import importlib
 import importlib.util

@@ -12,6 +12,8 @@ when stdin ends, or with the first error.
 
 from __future__ import annotations
 
+import no_advice as no_advice  # isort: skip
+
 import asyncio
 import json
 import sys

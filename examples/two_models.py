@@ -11,6 +11,8 @@ The models are tiny and their weights random, so this takes seconds on a CPU.
 
 from __future__ import annotations
 
+import no_advice as no_advice  # isort: skip
+
 import argparse
 import dataclasses
 import functools

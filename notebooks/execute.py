@@ -3,6 +3,7 @@
     python notebooks/execute.py                      # all of them, in place, and docs/images
     python notebooks/execute.py quickstart           # one of them
     python notebooks/execute.py quickstart --output-dir outputs/notebooks
+    python notebooks/execute.py --badges             # only their links, after REPOSITORY is set
 
 What differs from machine to machine is left out: progress bars and warnings (all of stderr), the
 kernel's name and times. A picture that the documentation shows, an output of a cell with the tag
@@ -33,6 +34,13 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent
 NAMES = ("quickstart", "grpo", "interruption", "sleep_wake", "real_model")
 IMAGE_TAG = "image="
+
+REPOSITORY = ""
+"""The public GitHub repository, "owner/name": Colab opens the notebooks from its branch main."""
+
+_BADGE = "[![Open in Colab]"
+_BY_HAND = "**On Colab**: *File*, *Upload notebook* takes this file."
+
 COLAB_KEYS = ("accelerator", "colab")
 """Metadata by which a notebook asks Colab for a GPU."""
 
@@ -78,6 +86,27 @@ async def execute(notebook: NotebookNode, folder: Path) -> None:
         finally:
             if manager.has_kernel:
                 await manager.shutdown_kernel(now=True)
+
+
+def colab_line(name: str, repository: str = REPOSITORY) -> str:
+    """How to open a notebook in Colab: a badge, or without a public repository how to by hand."""
+    if not repository:
+        return _BY_HAND
+    colab = "https://colab.research.google.com"
+    address = f"{colab}/github/{repository}/blob/main/notebooks/{name}.ipynb"
+    return f"{_BADGE}({colab}/assets/colab-badge.svg)]({address})"
+
+
+def set_colab_line(notebook: NotebookNode, name: str, repository: str = REPOSITORY) -> None:
+    """Writes that line into the notebook's first cell, in place of the one that is there.
+
+    Raises:
+        ValueError: The cell has no such line.
+    """
+    lines = notebook.cells[0].source.splitlines()
+    (place,) = [i for i, line in enumerate(lines) if line.startswith((_BADGE, _BY_HAND))]
+    lines[place] = colab_line(name, repository)
+    notebook.cells[0].source = "\n".join(lines)
 
 
 def strip(notebook: NotebookNode) -> list[str]:
@@ -146,6 +175,9 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the notebooks that the command line names."""
     parser = argparse.ArgumentParser(description="Run the notebooks from a clean kernel.")
     parser.add_argument("names", nargs="*", help=f"of {', '.join(NAMES)}; all if none is given")
+    parser.add_argument(
+        "--badges", action="store_true", help="run nothing, write the links that open Colab"
+    )
     parser.add_argument("--output-dir", type=Path, default=FOLDER, help="default: in place")
     args = parser.parse_args(argv)
     unknown = sorted(set(args.names) - set(NAMES))
@@ -155,6 +187,10 @@ def main(argv: list[str] | None = None) -> int:
     args.output_dir.mkdir(parents=True, exist_ok=True)
     for name in args.names or NAMES:
         notebook = read(FOLDER / f"{name}.ipynb")
+        set_colab_line(notebook, name)
+        if args.badges:
+            nbformat.write(notebook, args.output_dir / f"{name}.ipynb")
+            continue
         start = time.perf_counter()
         asyncio.run(execute(notebook, FOLDER))
         seconds = time.perf_counter() - start

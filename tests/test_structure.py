@@ -261,6 +261,7 @@ def test_exported_names():
         "WeightRule",
         "WeightSyncError",
         "WeightsLostError",
+        "check_model_folder",
         "derive_seed",
         "find_tokenizer_difference",
         "find_weight_files",

@@ -72,6 +72,7 @@ if TYPE_CHECKING:
         RequestCheckpoint,
         SchedulerCheckpoint,
     )
+    from sgljax_engine.checks import check_model_folder
     from sgljax_engine.engine import Engine
     from sgljax_engine.models.hf_export import to_hf_tensors
     from sgljax_engine.models.registry import load_model_config, model_config_from_hf
@@ -103,6 +104,7 @@ _LAZY = {
     "Rule": "sgljax_engine.weights.rules",
     "WeightFiles": "sgljax_engine.weights.hf_layout",
     "WeightRule": "sgljax_engine.weights.rules",
+    "check_model_folder": "sgljax_engine.checks",
     "find_tokenizer_difference": "sgljax_engine.processing.tokenizer_check",
     "find_weight_files": "sgljax_engine.weights.hf_layout",
     "flatten_named": "sgljax_engine.weights.rules",
@@ -182,6 +184,7 @@ __all__ = [
     "WeightRule",
     "WeightSyncError",
     "WeightsLostError",
+    "check_model_folder",
     "derive_seed",
     "find_tokenizer_difference",
     "find_weight_files",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
+from pathlib import Path
 
 from sgljax_engine.errors import InvalidConfigError
 
@@ -13,6 +14,30 @@ def require(ok: bool, name: str, value: object, limit: str) -> None:
     """Raises InvalidConfigError unless `ok`."""
     if not ok:
         raise InvalidConfigError(f"{name} must be {limit}, got {value!r}")
+
+
+def check_model_folder(option: str, path: str | Path) -> Path:
+    """The folder of a Hugging Face model, whatever it holds.
+
+    Args:
+        option: The option that names it, for messages.
+        path: The folder.
+
+    Raises:
+        InvalidConfigError: for what is no folder; with how to fetch a model of a hub.
+    """
+    folder = Path(path)
+    if not folder.exists():
+        parts = folder.parts[-2:]
+        is_name = len(parts) == 2 and not folder.parent.exists()  # else its author mistyped a path
+        target = folder if folder.is_absolute() or not is_name else parts[-1]
+        raise InvalidConfigError(
+            f"{option} must be a folder, and there is no {str(folder)!r}; models are not "
+            f"downloaded: `hf download {'/'.join(parts) if is_name else 'OWNER/NAME'} --local-dir "
+            f"{target}` fetches one of Hugging Face's hub"
+        )
+    require(folder.is_dir(), option, str(folder), "a folder")
+    return folder
 
 
 def is_int(value: object) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from tunix.rl.rl_cluster import Mode
@@ -15,6 +16,7 @@ from sgljax_engine import InvalidConfigError
 from tests.adapter.grpo_parts import EOS, PROMPTS, make_parts, rollout_config
 from tests.geometry import SMALL
 from tunix_sgljax import RLCluster, SglJaxRollout, create_sgljax_rollout
+from tunix_sgljax.rollout_config.modes import micro_batch_advice
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
 
@@ -81,3 +83,44 @@ def test_a_training_config_longer_than_the_context(caplog):
             max_model_len=64,
         ).close()
     assert "TRAIN: max_prompt_length 60 + max_tokens_to_generate 8 = 68 exceeds" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        (
+            {"train_micro_batch_size": 1},
+            "RLTrainingConfig.rollout_micro_batch_size is not set and follows "
+            "train_micro_batch_size: the engine gets 1 of a mini-batch's 2 prompts at a time; with "
+            "2 there it batches all of them, which is faster",
+        ),
+        ({"train_micro_batch_size": 1, "rollout_micro_batch_size": 1}, None),
+        ({"train_micro_batch_size": None}, None),
+        ({"train_micro_batch_size": None, "mini_batch_size": None}, None),
+        ({}, None),
+    ],
+)
+def test_advice_on_micro_batches(changes, advice):
+    arguments = make_parts(rollout_engine=SglJaxRollout).arguments
+    training = arguments["cluster_config"].training_config
+    for name, value in ({"rollout_micro_batch_size": None} | changes).items():
+        setattr(training, name, value)
+    cluster = SimpleNamespace(cluster_config=arguments["cluster_config"])
+    assert micro_batch_advice(cast(Any, cluster)) == advice
+    assert micro_batch_advice(None) is None
+
+
+def test_a_script_is_told_once_that_its_batches_come_in_parts(caplog):
+    parts = make_parts(rollout_engine=functools.partial(SglJaxRollout, **SMALL))
+    training = parts.arguments["cluster_config"].training_config
+    training.rollout_micro_batch_size, training.train_micro_batch_size = None, 1
+    cluster: Any = TunixRLCluster(**parts.arguments)
+    try:
+        with caplog.at_level(logging.WARNING, "tunix_sgljax"):
+            config = cluster.cluster_config.rollout_config
+            cluster.rollout.generate(PROMPTS[0], config)  # as agentic learners call
+            assert "rollout_micro_batch_size" not in caplog.text
+            cluster.generate(PROMPTS[:2], micro_batch_size=1)
+        assert caplog.text.count("the engine gets 1 of a mini-batch's 2 prompts at a time") == 1
+    finally:
+        cluster.rollout.close()

@@ -153,7 +153,7 @@ CASES: list[tuple[Callable[[Facts], Iterator[Finding]], Facts, str, str, str]] =
         GPU,
         "problem",
         "the machine has an NVIDIA GPU, but JAX uses ['cpu']",
-        'pip install --upgrade "jax[cuda12]"',
+        'pip install --upgrade "jax[cuda13]"',
     ),
     (
         checks.check_accelerator_is_used,

@@ -6,12 +6,16 @@ import importlib
 import importlib.metadata
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from sgljax_engine import EngineStepError, InvalidConfigError
 from tests.threads import LIMIT_S
 from tunix_sgljax.cli import main as cli
+
+QWEN = "Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"
+CONFIG = Path(__file__).parents[2] / "configs/grpo_addition.yaml"
 
 
 def failing(monkeypatch, error):
@@ -53,7 +57,7 @@ def test_help_imports_no_jax_and_no_tunix():
 import sys
 from tunix_sgljax.cli.main import main
 assert main(["--help"]) == 0
-for name in ("train", "tunix", "generate", "bench", "doctor", "aot", "convert"):
+for name in ("train", "tunix", "generate", "bench", "doctor", "aot", "convert", "evaluate"):
     assert main([name, "--help"]) == 0
 assert not {"jax", "tunix", "transformers"} & set(sys.modules)
 """
@@ -71,10 +75,39 @@ assert not {"jax", "tunix", "transformers"} & set(sys.modules)
             "error: unknown option --temprature; did you mean --temperature? "
             "(see tunix-sgljax generate --help)",
         ),
+        (
+            ["serve", "--model", "x", "--max-model-len", "4096"],
+            "--max-model-len; options of the engine are given as --engine max_model_len=VALUE (see",
+        ),
+        (
+            ["serve", "--model", "x", "--tensor-parallel-size=2"],
+            "--tensor-parallel-size; options of the engine are given as --engine tp_size=VALUE (",
+        ),
+        (
+            ["bench", "--random", "tiny", "--enforce-eager"],
+            "--enforce-eager; it is an option of another engine with",
+        ),
+        (["generate", "--model", "x", "--num-beams", "2"], "beam search is not implemented (see"),
         (["train", "--config", "x", "--step=3"], "unknown option --step (see tunix-sgljax train"),
         (["serve", "--model", "x", "now"], "unexpected argument 'now' (see tunix-sgljax serve"),
         (["convert", "/no/such", "--output", "/no"], "SOURCE must be a folder, and there is no"),
-        (["generate", "--model", "nowhere", "hi"], "error: --model must be a folder"),
+        (
+            ["generate", "--model", "nowhere", "hi"],
+            "error: --model must be a folder, and there is no 'nowhere'; models are not "
+            "downloaded: `hf download OWNER/NAME --local-dir nowhere` fetches one of Hugging Face",
+        ),
+        *(
+            ([*words, "Qwen/Qwen3-0.6B"], f"`hf download {QWEN}` fetches one of")
+            for words in (
+                ["generate", "hi", "--model"],
+                ["serve", "--model"],
+                ["bench", "--model"],
+                ["doctor", "--model"],
+                ["evaluate", "--config", str(CONFIG), "--model"],
+                ["convert", "--output", "/no/such", "--base", "x"],
+                ["convert", str(Path(__file__).parent), "--output", "/no/such", "--base"],
+            )
+        ),
     ],
 )
 def test_bad_input_is_said_in_one_line(argv, message, capsys):
@@ -98,6 +131,45 @@ def test_bad_input_is_said_in_one_line(argv, message, capsys):
 def test_errors_become_a_line_and_an_exit_code(monkeypatch, capsys, error, code, message):
     assert cli.main(failing(monkeypatch, error)) == code
     assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize(
+    ("module", "extra"),
+    [
+        *((name, "server") for name in ("uvicorn", "fastapi", "pydantic", "prometheus_client")),
+        *(
+            ("matplotlib", "demo"),
+            ("zstandard", "zstd"),
+            ("libtpu", "aot"),
+            ("gguf.reader", "real"),
+        ),
+        ("reasoning_gym", "reasoning"),
+    ],
+)
+def test_a_missing_module_of_an_extra_is_said_with_the_extra(monkeypatch, capsys, module, extra):
+    error = ModuleNotFoundError(f"No module named {module!r}", name=module)
+    assert cli.main(failing(monkeypatch, error)) == 1
+    assert capsys.readouterr().err == (
+        f"error: this needs {module}, which the extra [{extra}] installs: pip install '.[{extra}]' "
+        "in the folder of a checkout\n"
+    )
+
+
+def test_serve_without_its_extra(monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.startswith("sgljax_engine.server")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    folder = Path(__file__).parents[1] / "golden/qwen3_gqa_tied"
+    assert cli.main(["serve", "--model", str(folder)]) == 1
+    assert "error: this needs uvicorn, which the extra [server] installs" in capsys.readouterr().err
+
+
+def test_a_missing_module_of_no_extra(monkeypatch, capsys):
+    error = ModuleNotFoundError("No module named 'my_task'", name="my_task")
+    assert cli.main(failing(monkeypatch, error)) == 1
+    assert capsys.readouterr().err == (
+        "error: ModuleNotFoundError: No module named 'my_task' (--debug shows where)\n"
+    )
 
 
 def test_debug_shows_the_traceback(monkeypatch, capsys):

@@ -359,13 +359,12 @@ def test_who_says_how_many_sequences_run(fields, options, expected):
 @pytest.mark.parametrize(
     ("changes", "batch", "mode", "expected"),
     [
-        ({"train_micro_batch_size": 1}, 8, "grpo", "is 1 (which is not set and follows train_mic"),
+        ({"train_micro_batch_size": 1}, 8, "grpo", None),  # the rollout says so
         ({"mini_batch_size": 4}, 8, "ppo", "is 4 (which is not set and follows mini_batch_size)"),
         ({"rollout_micro_batch_size": 2}, 8, "grpo", "is 2 (as set)"),
         ({"rollout_micro_batch_size": 8, "train_micro_batch_size": 1}, 8, "grpo", None),
-        ({"train_micro_batch_size": 1}, 1, "grpo", None),
         ({}, 8, "grpo", None),
-        ({"train_micro_batch_size": 1}, 8, "agentic_grpo", None),
+        ({"mini_batch_size": 4}, 8, "agentic_grpo", None),
     ],
 )
 def test_advice_on_micro_batches(changes, batch, mode, expected):

@@ -54,6 +54,7 @@ def run(clone: Path, home: Path, commands: str, variables: dict[str, str]) -> st
         timeout=LIMIT_S,
     )
     assert done.returncode == 0, f"{commands}\n{done.stdout}\n{done.stderr}"
+    assert "PyTorch was not found" not in done.stdout + done.stderr
     return done.stdout
 
 

@@ -149,7 +149,8 @@ class TestMakingAnEngine:
             Engine("Qwen/Qwen3-0.6B")
         assert str(caught.value) == (
             "model_path must be a folder, and there is no 'Qwen/Qwen3-0.6B'; models are not "
-            "downloaded"
+            "downloaded: `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B` fetches one of "
+            "Hugging Face's hub"
         )
 
     def test_a_file(self):

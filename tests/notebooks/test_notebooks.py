@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import copy
+import importlib
 import json
 import os
 import re
@@ -285,3 +287,19 @@ def test_an_unknown_notebook_is_refused():
     )
     assert result.returncode == 2
     assert "got quikstart" in result.stderr
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_the_way_to_colab_is_that_of_the_one_address(name):
+    execute = importlib.import_module("notebooks.execute")
+    stored = execute.read(FOLDER / f"{name}.ipynb")
+    made = copy.deepcopy(stored)
+    execute.set_colab_line(made, name)
+    assert made == stored, "run python notebooks/execute.py --badges"
+    execute.set_colab_line(made, name, "someone/tunix-sgljax")
+    text = made.cells[0].source
+    path = f"someone/tunix-sgljax/blob/main/notebooks/{name}.ipynb"
+    assert f"(https://colab.research.google.com/github/{path})" in text
+    execute.set_colab_line(made, name, "")
+    assert "colab.research.google.com" not in made.cells[0].source, "not to Colab's own first page"
+    assert "Upload notebook" in made.cells[0].source

@@ -214,7 +214,10 @@ def test_random_model_with_experts(config):
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        (ModelSection(model_path="nowhere"), "model_path nowhere has no config.json"),
+        (
+            ModelSection(model_path="nowhere"),
+            "model_path must be a folder, and there is no .nowhere.",
+        ),
         (
             ModelSection(model_path=str(HF_FOLDER), model_name="qwen3-0.6b"),
             "no qwen3-0.6b: its num_layers",

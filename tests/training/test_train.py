@@ -8,6 +8,7 @@ import pytest
 
 from tests.event_files import read_scalars
 from tests.perfetto_reader import read_trace
+from tests.training import tiny_task
 from tests.training.tiny import write_config
 from tunix_sgljax.cli.main import main
 from tunix_sgljax.training import load_config, to_yaml
@@ -23,6 +24,11 @@ def train(path, *arguments):
 
 def read_records(tmp_path):
     return json.loads((tmp_path / "out/records.json").read_text())
+
+
+def read_samples(tmp_path):
+    lines = (tmp_path / "out/samples.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def check_steps(content, steps, versions):
@@ -77,10 +83,19 @@ def test_pad_and_end_token_may_be_one(tmp_path, caplog):
 
 def test_quiet(tmp_path, capsys):
     path = write_config(tmp_path)
-    assert train(path, "--quiet", "num_batches=1") == 0
+    assert train(path, "--quiet", "num_batches=1", "show_sample_every_n_steps=1") == 0
     output = capsys.readouterr()
     assert "step 1/1" not in output.out
+    assert "sample of step" not in output.out
     assert not output.err
+    rows = read_samples(tmp_path)
+    assert [row["step"] for row in rows] == [1] * 8
+    assert {row["prompt"] for row in rows} == {"2", "9 10"}
+    for row in rows:
+        (again,) = tiny_task.share_of_even(["5"], [row["completion"]], ["5"])
+        assert row["reward"] == pytest.approx(again)
+    (step,) = read_records(tmp_path)["steps"]
+    assert step["reward"] == pytest.approx(np.mean([row["reward"] for row in rows]))
 
 
 @pytest.mark.soak
@@ -99,6 +114,7 @@ def test_over_sampling_is_in_lines_records_and_timeline(tmp_path, capsys):
         assert tail["tail_s"] >= 0
         assert (tail["dropped_groups"], tail["ended_groups"]) == (0, 0)
     assert records[-1]["over_sampling"]["age_max"] == 1
+    assert [row["step"] for row in read_samples(tmp_path)] == [1] * 8 + [2] * 8 + [3] * 8
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert len(lines) == 3
     assert "2 groups carried, tokens 0.00 old, at most 0, tail " in lines[0]
@@ -152,8 +168,10 @@ def test_resumes_from_the_newest_checkpoint(tmp_path, capsys):
     assert train(path, "num_batches=1") == 0
     check_steps(read_records(tmp_path), [1], [0])
     assert (checkpoints / "actor/2").is_dir()
-    assert train(path) == 0
+    assert train(path, "show_sample_every_n_steps=2") == 0
     check_steps(read_records(tmp_path), [2], [0])
+    assert [row["step"] for row in read_samples(tmp_path)] == [1] * 8 + [2] * 8
+    assert capsys.readouterr().out.count("sample of step 2, reward ") == 1
     assert (checkpoints / "actor/4").is_dir()
     capsys.readouterr()
     assert train(path) == 0
@@ -175,6 +193,7 @@ def test_ppo_trains_policy_and_critic(tmp_path):
     )
     assert train(path) == 0
     check_steps(read_records(tmp_path), [1, 2], [0, 1])
+    assert [row["step"] for row in read_samples(tmp_path)] == [1] * 8 + [2] * 8
     heads = {step: value_head(tmp_path / "checkpoints/critic", step) for step in (1, 2)}
     assert heads[1].shape == (32, 1)
     assert np.abs(heads[1] - heads[2]).max() > 0
@@ -252,6 +271,10 @@ def test_print_config_prints_what_loads_again(tmp_path, capsys):
         ("task.columns=[answr]", "task.columns must not be 'answr'; did you mean 'answer'?"),
         ("actor_model_config.shape.layers=3", "unknown key actor_model_config.shape.layers; did"),
         ("task.prompt_template='{prompt}'", "must not be 'prompt'; did you mean 'prompts'?"),
+        (
+            "rollout_config.max_new_tokens=8",
+            "unknown key rollout_config.max_new_tokens; it is called max_tokens_to_generate here",
+        ),
         ("actor_model_config.checkpoint=missing.safetensors", "missing.safetensors is no file"),
     ],
 )

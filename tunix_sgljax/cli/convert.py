@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sgljax_engine import InvalidConfigError
+from sgljax_engine import InvalidConfigError, check_model_folder
 from tunix_sgljax.cli.engine_options import model_folder
 from tunix_sgljax.cli.output import say
 
@@ -75,9 +75,7 @@ def run(args: argparse.Namespace) -> int:
     output = Path(args.output)
     if output.exists():
         raise InvalidConfigError(f"--output must not exist, got {args.output!r}")
-    source = Path(args.source)
-    if not source.is_dir():
-        raise InvalidConfigError(f"SOURCE must be a folder, and there is no {args.source!r}")
+    source = check_model_folder("SOURCE", args.source)
     if args.peft:
         if args.max_shard_size is not None:
             raise InvalidConfigError("--max-shard-size goes with a model; an adapter is one file")
@@ -166,7 +164,7 @@ def _base_folder(args: argparse.Namespace) -> Path:
         raise InvalidConfigError(
             f"--base must name a Hugging Face folder: {args.source!r} has no config.json"
         )
-    return model_folder(args.base)
+    return model_folder(args.base, "--base")
 
 
 def _refuse_checkpoint_options(args: argparse.Namespace) -> None:

@@ -113,7 +113,7 @@ def check_accelerator_is_used(facts: Facts) -> Findings:
     platforms = {device.platform for device in facts.devices}
     used = {{"cuda": "gpu", "rocm": "gpu"}.get(name, name) for name in platforms}
     for kind in sorted(facts.accelerators - used) if facts.jax_problem is None else ():
-        name, extra = {"gpu": ("an NVIDIA GPU", "cuda12"), "tpu": ("a TPU", "tpu")}[kind]
+        name, extra = {"gpu": ("an NVIDIA GPU", "cuda13"), "tpu": ("a TPU", "tpu")}[kind]
         wanted = facts.variables.get("JAX_PLATFORMS")
         fix = f'pip install --upgrade "jax[{extra}]"'
         if wanted is not None:

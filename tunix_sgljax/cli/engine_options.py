@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sgljax_engine import EngineConfig, InvalidConfigError
+from sgljax_engine import EngineConfig, InvalidConfigError, check_model_folder
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -23,17 +23,15 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def model_folder(path: str) -> Path:
-    """The folder of a Hugging Face model.
+def model_folder(path: str, option: str = "--model") -> Path:
+    """The folder of a Hugging Face model that an option names.
 
     Raises:
         InvalidConfigError: when there is none, or it has no config.json.
     """
-    folder = Path(path)
-    if not folder.is_dir():
-        raise InvalidConfigError(f"--model must be a folder, got {path!r}")
+    folder = check_model_folder(option, path)
     if not (folder / "config.json").is_file():
-        raise InvalidConfigError(f"--model must be a folder with a config.json, got {path!r}")
+        raise InvalidConfigError(f"{option} must be a folder with a config.json, got {path!r}")
     return folder
 
 

@@ -10,6 +10,7 @@ import difflib
 import importlib
 import importlib.metadata
 import os
+import re
 import sys
 import traceback
 from typing import Any, NoReturn, Protocol, cast
@@ -43,6 +44,7 @@ class Command(Protocol):
 
 COMMANDS = {
     "train": "Train with GRPO or PPO, as a config file says.",
+    "evaluate": "Evaluate a checkpoint, or a model's folder, on the task of a training's config.",
     "tunix": "Run Tunix's own GRPO, PPO or PEFT command on a recipe's YAML and overrides.",
     "maxtext": "Run MaxText's own RL trainer on its YAML and overrides, sampling on this engine.",
     "generate": "Complete prompts with a model in a Hugging Face folder.",
@@ -60,6 +62,7 @@ _EXAMPLES = """examples:
   tunix-sgljax generate --model path/to/Qwen3-0.6B "The capital of France is"
   tunix-sgljax serve --model path/to/Qwen3-0.6B --port 30000
   tunix-sgljax train --config configs/grpo_addition.yaml
+  tunix-sgljax evaluate --config configs/grpo_addition.yaml --split train --temperature 0
   tunix-sgljax tunix grpo base_config.yaml rollout_engine=sgljax
   tunix-sgljax maxtext rl rl.yml model_name=qwen3-0.6b run_name=first
   tunix-sgljax convert checkpoints/actor --base path/to/Qwen3-0.6B --output trained
@@ -83,8 +86,10 @@ class Parser(argparse.ArgumentParser):
         if options:
             name = options[0].partition("=")[0]
             known = [option for option in self._option_string_actions if option.startswith("--")]
+            hint = _engine_hint(name) if "--engine" in known else None
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-            self.error(f"unknown option {name}" + (f"; did you mean {near[0]}?" if near else ""))
+            hint = hint or (f"did you mean {near[0]}?" if near else "")
+            self.error(f"unknown option {name}" + (f"; {hint}" if hint else ""))
         if unknown:
             self.error(f"unexpected argument {unknown[0]!r}")
         return parsed, unknown
@@ -92,6 +97,20 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Says it in one line, with where the options are; exits with 2."""
         self.exit(EXIT_BAD_INPUT, f"error: {message} (see {self.prog} --help)\n")
+
+
+def _engine_hint(name: str) -> str | None:
+    """What to write for an option of an engine, ours or another: as vLLM's servers take it."""
+    from sgljax_engine import FOREIGN_FIELDS, FOREIGN_OPTIONS, EngineConfig
+
+    key = name.removeprefix("--").replace("-", "_")
+    foreign = FOREIGN_OPTIONS.get(key)
+    if foreign is not None and (foreign.option is None or foreign.is_opposite):
+        return foreign.hint
+    option = key if foreign is None else foreign.option
+    if option in EngineConfig.option_names():
+        return f"options of the engine are given as --engine {option}=VALUE"
+    return FOREIGN_FIELDS[key].instead if key in FOREIGN_FIELDS else None
 
 
 def find_command(name: str) -> Command:
@@ -173,7 +192,26 @@ def describe(error: Exception) -> str:
     is_ours = any(base.__name__ == "EngineError" for base in type(error).__mro__)
     if is_ours or type(error) is ValueError:
         return str(error)
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        extra = _extra_with(error.name)
+        if extra is not None:
+            return (
+                f"this needs {error.name}, which the extra [{extra}] installs: "
+                f"pip install '.[{extra}]' in the folder of a checkout"
+            )
     return f"{type(error).__name__}: {error} (--debug shows where)"
+
+
+def _extra_with(module: str) -> str | None:
+    """The smallest of this package's extras that installs a module that is missing."""
+    distribution = module.partition(".")[0].replace("_", "-")
+    extras: dict[str, list[str]] = {}
+    for line in importlib.metadata.requires("tunix-sgljax") or ():
+        found = re.match(r"([\w.-]+).*\bextra == ['\"]([\w-]+)['\"]", line)
+        if found is not None:
+            extras.setdefault(found[2], []).append(found[1].replace("_", "-"))
+    having = [name for name, names in extras.items() if distribution in names]
+    return min(having, key=lambda name: len(extras[name]), default=None)
 
 
 def _add_debug(parser: argparse.ArgumentParser, default: object) -> None:

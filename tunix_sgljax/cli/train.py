@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import threading
 import warnings
 from pathlib import Path
@@ -40,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check everything and estimate the memory; stop before the weights",
+        help="check config, data and functions, and estimate the memory; stop before the weights",
     )
     parser.add_argument(
         "--timeline",
@@ -48,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="record the second step of this run for the Perfetto UI",
     )
-    parser.add_argument("--quiet", action="store_true", help="no bars and no line for each step")
+    parser.add_argument(
+        "--quiet", action="store_true", help="no bars, no line for each step and no sample"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -88,12 +89,12 @@ def _train(config: TrainConfig, timeline: Path | None, *, is_quiet: bool) -> int
 
     from tunix_sgljax.observability.progress import Progress, is_interactive
     from tunix_sgljax.training.loop import run as run_training
-    from tunix_sgljax.training.report import print_eval, print_step
+    from tunix_sgljax.training.report import StepLines, print_eval, print_line
+    from tunix_sgljax.training.samples import describe_sample
 
     absl_logging.set_verbosity(absl_logging.ERROR)
     emit(f"on {jax.devices()[0].device_kind}; the first step compiles")
     stop = threading.Event()
-    show_step = functools.partial(print_step, num_steps=config.num_steps)
     with (
         Progress(enabled=not is_quiet and is_interactive()) as progress,
         warnings.catch_warnings(),
@@ -103,8 +104,9 @@ def _train(config: TrainConfig, timeline: Path | None, *, is_quiet: bool) -> int
         warnings.filterwarnings("ignore", "scatter inputs", FutureWarning)
         result = run_training(
             config,
-            on_step=(lambda record: None) if is_quiet else show_step,
+            on_step=(lambda record: None) if is_quiet else StepLines(config.num_steps),
             on_eval=(lambda record: None) if is_quiet else print_eval,
+            on_sample=lambda sample: None if is_quiet else print_line(describe_sample(sample)),
             should_stop=stop.is_set,
             # Without a terminal, lines instead of bars.
             progress=progress if progress.is_enabled or is_quiet else None,
@@ -129,4 +131,4 @@ def _tell(config: TrainConfig, result: RunResult) -> None:
     for record in result.evals:
         emit(f"held out, after {record.num_steps} steps: {record.reward:.3f}")
     if result.file is not None:
-        emit(f"wrote {result.file}")
+        emit(f"wrote {result.file}, and samples.jsonl beside it: every completion with its reward")

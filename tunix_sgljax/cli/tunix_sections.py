@@ -159,8 +159,8 @@ def leaves_batch_open(fields: Mapping[str, Any], options: Collection[str]) -> bo
 def micro_batch_advice(config: Mapping[str, Any]) -> str | None:
     """Advice for a user whose rollouts come in parts of a batch; None if there is none.
 
-    Tunix calls the engine once for each rollout micro-batch, by default the trainer's. Agentic
-    learners always send prompts one by one, concurrently.
+    Tunix calls the engine once for each rollout micro-batch, by default the trainer's, of which the
+    rollout itself warns. Agentic learners always send prompts one by one, concurrently.
     """
     if str(config.get("training_mode") or "").startswith("agentic"):
         return None
@@ -169,7 +169,7 @@ def micro_batch_advice(config: Mapping[str, Any]) -> str | None:
     key = "rollout_micro_batch_size"
     names = (key, "train_micro_batch_size", "mini_batch_size")
     source = next((name for name in names if training.get(name)), None)
-    if source is None or training[source] >= batch:
+    if source in (None, names[1]) or training[source] >= batch:
         return None
     why = "as set" if source == key else f"which is not set and follows {source}"
     # No override to copy: an override makes Tunix replace the whole section.

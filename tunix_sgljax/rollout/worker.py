@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -42,10 +43,18 @@ from tunix_sgljax.rollout.sampler import RolloutSampler
 from tunix_sgljax.rollout_config import engine_options
 from tunix_sgljax.rollout_config.checks import FieldChecker, check_axis_types
 from tunix_sgljax.rollout_config.memory import ConfigMemory
-from tunix_sgljax.rollout_config.modes import check_lengths, configs_by_mode, find_cluster
+from tunix_sgljax.rollout_config.modes import (
+    check_lengths,
+    configs_by_mode,
+    find_cluster,
+    micro_batch_advice,
+)
 
 if TYPE_CHECKING:
     from sgljax_engine.server import Server
+
+
+logger = logging.getLogger(__name__)
 
 
 class SglJaxRollout(BaseRollout):
@@ -158,6 +167,7 @@ class SglJaxRollout(BaseRollout):
         is_strict = sampling.check_flag("strict_config", strict_config)
         self._field_checker = FieldChecker(is_strict=is_strict)
         self._checked: ConfigMemory[None] = ConfigMemory()
+        self._batch_advice: str | None = None
         self._idle_policy = IdlePolicy(
             releases_kv=sampling.check_flag("release_kv_between_steps", release_kv_between_steps)
         )
@@ -187,6 +197,7 @@ class SglJaxRollout(BaseRollout):
         """
         cluster = find_cluster()
         self._observers.expect_trainer(cluster is not None)
+        self._batch_advice = micro_batch_advice(cluster)
         self._bind(rollout_config, configs_by_mode(cluster, rollout_config))
 
     def _bind(self, rollout_config: RolloutConfig, configs: Mapping[str, RolloutConfig]) -> None:
@@ -326,6 +337,11 @@ class SglJaxRollout(BaseRollout):
         self._checked.get(rollout_config, lambda: self._check_call(rollout_config))
         self._builder.check_same_mapping(rollout_config)
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if self._batch_advice is not None and not isinstance(
+            prompts, str
+        ):  # agentic ones are texts
+            logger.warning("%s", self._batch_advice)
+            self._batch_advice = None
         prepared = self._prepared.take(len(texts))
         if prepared is not None:
             self._recorder.add(prepared)

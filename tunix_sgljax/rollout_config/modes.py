@@ -45,6 +45,21 @@ def configs_by_mode(
     return {rl_cluster.Mode.TRAIN.name: training}
 
 
+def micro_batch_advice(cluster: rl_cluster.RLCluster | None) -> str | None:
+    """Advice for a script whose rollouts come in parts of a mini-batch, since nothing is set."""
+    if cluster is None:
+        return None
+    training = cluster.cluster_config.training_config
+    micro, mini = training.train_micro_batch_size, training.mini_batch_size
+    if training.rollout_micro_batch_size is not None or None in (micro, mini) or micro == mini:
+        return None
+    return (
+        "RLTrainingConfig.rollout_micro_batch_size is not set and follows train_micro_batch_size: "
+        f"the engine gets {micro} of a mini-batch's {mini} prompts at a time; with {mini} there it "
+        "batches all of them, which is faster"
+    )
+
+
 def check_lengths(configs: Mapping[str, RolloutConfig], max_model_len: int) -> None:
     """Refuses configs whose longest sequences the engine cannot hold.
 

@@ -32,6 +32,7 @@ _LIMITS: dict[str, int | tuple[str, ...]] = {
     "seed": 0,
     "batch_size": 1,
     "num_batches": 1,
+    "show_sample_every_n_steps": 0,
     f"{_MODEL}.rng_seed": 0,
     f"{_MODEL}.lora_config.rank": 1,
 }

@@ -7,7 +7,7 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ from tunix_sgljax.long_tail import OverSampling, OverSamplingGrpoLearner
 from tunix_sgljax.observability.progress import Progress
 from tunix_sgljax.rollout import SglJaxRollout
 from tunix_sgljax.rollout.options import rollout_options
+from tunix_sgljax.rollout_config.hints import rollout_field_hint
 from tunix_sgljax.training.checks import make_checked, refuse_unknown
 from tunix_sgljax.training.lora import apply_lora, checkpoint_root
 from tunix_sgljax.training.models import ModelSpec, copy_of, load_policy, make_critic
@@ -119,6 +120,9 @@ def rollout_configs(config: TrainConfig, eos_tokens: list[int] | None) -> dict[M
         if config.rollout_engine == "vanilla" and values.get("temperature") == 0:
             values["top_p"] = None  # vanilla's greedy; with a top_p it would return nothing
         name = "rollout_config" if mode is Mode.TRAIN else "eval_rollout_config"
+        for key in values.keys() - RolloutConfig.__dataclass_fields__.keys():
+            hint = rollout_field_hint(key)
+            raise InvalidConfigError(f"unknown key {name}.{key}" + (f"; {hint}" if hint else ""))
         configs[mode] = make_checked(RolloutConfig, name, values)
     if configs[Mode.TRAIN].temperature == 0:
         raise InvalidConfigError(
@@ -219,16 +223,22 @@ def make_cluster(
 
 
 def make_learner(
-    config: TrainConfig, cluster: RLCluster, reward_fns: list[Callable[..., Any]]
+    config: TrainConfig,
+    cluster: RLCluster,
+    reward_fns: list[Callable[..., Any]],
+    metric_fns: Sequence[Callable[..., Any]] = (),
 ) -> GRPOLearner[GRPOConfig] | PPOLearner:
     """The learner that `training_mode` names."""
     algorithm = make_algorithm(config)
     if isinstance(algorithm, PPOConfig):
-        return PPOLearner(cluster, algorithm, [whole_numbers(fn) for fn in reward_fns])
+        whole = [whole_numbers(fn) for fn in reward_fns]
+        return PPOLearner(cluster, algorithm, whole, metric_fns=metric_fns)
     over_sampling = make_over_sampling(config)
     if over_sampling is None:
-        return GRPOLearner(cluster, algorithm, reward_fns)
-    return OverSamplingGrpoLearner(cluster, algorithm, reward_fns, over_sampling=over_sampling)
+        return GRPOLearner(cluster, algorithm, reward_fns, metric_fns)
+    return OverSamplingGrpoLearner(
+        cluster, algorithm, reward_fns, metric_fns, over_sampling=over_sampling
+    )
 
 
 def make_over_sampling(config: TrainConfig) -> OverSampling | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
+from tunix.rl.algorithm_config import AlgorithmConfig
 from tunix.rl.rl_cluster import Mode, RLCluster
 from tunix.rl.rl_learner import TrainingInputT
 
@@ -17,17 +17,20 @@ from tunix_sgljax.observability.rollout_metrics import log_rollout_metrics
 from tunix_sgljax.observability.timeline import Timeline
 from tunix_sgljax.training.cluster import (
     check_sections,
+    make_algorithm,
     make_cluster,
     make_learner,
     make_meshes,
     make_optimizers,
     rollout_engine,
 )
+from tunix_sgljax.training.evaluation import sum_rewards
 from tunix_sgljax.training.lora import check_resume, keep_lora_settings
 from tunix_sgljax.training.memory import MemoryEstimate, estimate_memory
 from tunix_sgljax.training.models import ModelSpec, find_model, load_tokenizer
 from tunix_sgljax.training.report import EvalRecord, StepRecord, StepRecorder, write_json
 from tunix_sgljax.training.rollouts import TimedRollout
+from tunix_sgljax.training.samples import Sample, SampleFile
 from tunix_sgljax.training.schema import TrainConfig
 from tunix_sgljax.training.task import Task, batches, load_task, to_batch
 
@@ -84,6 +87,7 @@ def run(
     *,
     on_step: Callable[[StepRecord], None] = lambda record: None,
     on_eval: Callable[[EvalRecord], None] = lambda record: None,
+    on_sample: Callable[[Sample], None] = lambda sample: None,
     should_stop: Callable[[], bool] = lambda: False,
     progress: Progress | None = None,
     timeline: Path | None = None,
@@ -91,12 +95,14 @@ def run(
     """Trains as the config says, with Tunix's learner.
 
     Resumes from the newest checkpoint of `checkpoint_root_directory`, if there is one, and writes
-    records.json. Metrics of the engine's rollouts go to Tunix's loggers.
+    records.json and samples.jsonl. Metrics of the engine's rollouts go to Tunix's loggers.
 
     Args:
         config: From `load_config`.
         on_step: Called after each step, on the thread that logs Tunix's metrics.
         on_eval: The same for each evaluation between steps.
+        on_sample: Called after `on_step` with a completion of the step, as often as
+            `show_sample_every_n_steps` says.
         should_stop: Called before each step; True ends the run as if its data had ended, with a
             last checkpoint.
         progress: Draws bars of the engine's rollouts; None writes a line for each slow phase.
@@ -109,7 +115,15 @@ def run(
         _check_timeline(config)
     prepared = prepare(config)
     keep_lora_settings(config)
-    recorder = StepRecorder(on_step, on_eval)
+    samples: SampleFile | None = None
+
+    def step_ended(record: StepRecord) -> None:
+        on_step(record)
+        every = config.show_sample_every_n_steps
+        if every and record.step % every == 0 and samples is not None and samples.first is not None:
+            on_sample(samples.first)
+
+    recorder = StepRecorder(step_ended, on_eval)
     tracer = None if timeline is None else Timeline()
     timed = functools.partial(
         TimedRollout, engine=rollout_engine(config, progress), on_generate=recorder.add_rollout
@@ -119,8 +133,11 @@ def run(
     worker, task = cluster.rollout, prepared.task
     assert isinstance(worker, TimedRollout)
     try:
-        learner = make_learner(config, cluster, task.reward_fns)
         done = cluster.actor_trainer.train_steps // config.updates_per_step
+        samples = SampleFile(
+            Path(config.output_dir) / "samples.jsonl", lambda: cluster.global_steps + 1, done
+        )
+        learner = make_learner(config, cluster, task.reward_fns, [samples.add])
         cluster.global_steps = done  # Tunix's last checkpoint of a run does not hold it
         cluster.with_external_metrics_logger(recorder.add_metrics)
         if config.rollout_engine == "sgljax":
@@ -134,9 +151,12 @@ def run(
             learner.train(_TrainingData(config, task, should_stop), held_out or None)
         was_stopped = done + len(recorder.records) < config.num_steps
         if task.eval_rows and not was_stopped:
-            recorder.evals.append(EvalRecord(config.num_steps, evaluate(cluster, task)))
+            reward = evaluate(cluster, task, make_algorithm(config))
+            recorder.evals.append(EvalRecord(config.num_steps, reward))
     finally:
         worker.close()
+        if samples is not None:
+            samples.close()
     file = None
     if recorder.records:
         file = Path(config.output_dir) / "records.json"
@@ -155,17 +175,17 @@ def _check_timeline(config: TrainConfig) -> None:
         )
 
 
-def evaluate(cluster: RLCluster, task: Task) -> float:
-    """The mean reward of one completion for each held-out row, as `eval_rollout_config` samples."""
-    batch = to_batch(task.eval_rows)
-    prompts = [str(prompt) for prompt in batch.pop("prompts")]
+def evaluate(cluster: RLCluster, task: Task, algorithm: AlgorithmConfig | None = None) -> float:
+    """The mean reward of one completion for each held-out row, as `eval_rollout_config` samples.
+
+    Args:
+        cluster: With the policy to evaluate.
+        task: Has the held-out rows.
+        algorithm: The learner's config, which names the reward manager; None takes Tunix's own.
+    """
+    prompts = [row["prompts"] for row in task.eval_rows]
     completions = cluster.generate(prompts, mode=Mode.EVAL).text
-    columns = {name: list(values) for name, values in batch.items()}
-    rewards = [
-        np.asarray(function(prompts=prompts, completions=completions, **columns), np.float64)
-        for function in task.reward_fns
-    ]
-    return float(np.sum(rewards, axis=0).mean())
+    return float(sum_rewards(task.reward_fns, task.eval_rows, completions, algorithm).mean())
 
 
 class _TrainingData:

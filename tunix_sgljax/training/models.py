@@ -19,6 +19,7 @@ from sgljax_engine import (
     InvalidConfigError,
     ModelConfig,
     WeightLoadError,
+    check_model_folder,
     find_weight_files,
     load_hf_tokenizer,
     load_model_config,
@@ -174,7 +175,7 @@ def _value_head(spec: ModelSpec, seed: int) -> nnx.Linear:
 
 
 def _read_folder(folder: str) -> tuple[str, Any]:
-    if not (Path(folder) / "config.json").is_file():
+    if not (check_model_folder("model_path", folder) / "config.json").is_file():
         raise InvalidConfigError(f"model_path {folder} has no config.json; it must be an HF folder")
     model = load_model_config(folder)
     family = _ARCHITECTURES.get(model.architecture)
@@ -329,6 +330,8 @@ def load_tokenizer(config: TrainConfig) -> TokenizerAdapter:
 
 
 def _read_tokenizer(folder: str | None) -> Any:
+    if folder is not None:
+        check_model_folder("tokenizer_path", folder)
     try:
         return load_hf_tokenizer(str(folder))
     except InvalidConfigError as error:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
+import statistics
 import sys
 import threading
 import time
@@ -133,14 +135,39 @@ class StepRecorder:
         self._on_step(record)
 
 
-def print_step(record: StepRecord, num_steps: int) -> None:
-    """Writes a line about a finished step of so many."""
-    weights = "-" if record.weight_version is None else record.weight_version
-    _print_line(
-        f"step {record.step:>{len(str(num_steps))}}/{num_steps}  reward {record.reward:.3f}  "
-        f"{record.rollout_s:.2f} s  {record.tokens_per_s:.0f} tokens/s  weights {weights}"
-        + _describe_tail(record.over_sampling)
-    )
+class StepLines:
+    """Writes a line about each finished step: its seconds, the rollout's, and the time left."""
+
+    def __init__(self, num_steps: int) -> None:
+        """Takes the number of steps of the whole run."""
+        self._num_steps = num_steps
+        self._warm_s: collections.deque[float] = collections.deque(maxlen=WINDOW)
+        self._is_first = True
+
+    def __call__(self, record: StepRecord) -> None:
+        """Writes the line of the next step."""
+        if not self._is_first:  # the first one compiles
+            self._warm_s.append(record.step_s)
+        self._is_first = False
+        num_steps, num_left = self._num_steps, self._num_steps - record.step
+        weights = "-" if record.weight_version is None else record.weight_version
+        left = ""
+        if self._warm_s and num_left > 0:
+            left = f"  {describe_time(num_left * statistics.median(self._warm_s))} left"
+        print_line(
+            f"step {record.step:>{len(str(num_steps))}}/{num_steps}  reward {record.reward:.3f}  "
+            f"{record.step_s:.2f} s, rollout {record.rollout_s:.2f} s at "
+            f"{record.tokens_per_s:.0f} tokens/s  weights {weights}"
+            + left
+            + _describe_tail(record.over_sampling)
+        )
+
+
+def describe_time(seconds: float) -> str:
+    """Seconds in the unit that a reader would use: "40 s", "12 min" or "3.5 h"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
 
 
 def _tail_of(metrics: MetricsBuffer) -> dict[str, float] | None:
@@ -172,11 +199,13 @@ def _describe_tail(tail: dict[str, float] | None) -> str:
 
 def print_eval(record: EvalRecord) -> None:
     """Writes a line about an evaluation between steps."""
-    _print_line(f"held out, after {record.num_steps} steps: reward {record.reward:.3f}")
+    print_line(f"held out, after {record.num_steps} steps: reward {record.reward:.3f}")
 
 
-def _print_line(line: str) -> None:
-    tqdm.write(line)  # above the bars of a rollout
+def print_line(line: str) -> None:
+    """Writes a line to stdout, at once, above the bars of a rollout."""
+    encoding = sys.stdout.encoding or "utf-8"  # texts of a model may not fit
+    tqdm.write(line.encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()
 
 

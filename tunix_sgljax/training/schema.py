@@ -162,7 +162,10 @@ class TrainConfig:
         offload_to_cpu: Keep models in host memory while they are not used.
         batch_size: Prompts of a step.
         num_batches: Batches of prompts to train on, each followed by one weight sync.
-        output_dir: Where records.json is written.
+        output_dir: Where records.json is written, and samples.jsonl: each completion with its
+            prompt, reward and step.
+        show_sample_every_n_steps: Steps from one completion that is printed to the next; 0 prints
+            none.
         grpo_config: Fields of Tunix's `GRPOConfig`.
         ppo_config: Fields of Tunix's `PPOConfig`.
         rl_training_config: Fields of Tunix's `RLTrainingConfig`, with `actor_optimizer_config` and
@@ -180,6 +183,7 @@ class TrainConfig:
     batch_size: int = 16
     num_batches: int = 100
     output_dir: str = "outputs/train"
+    show_sample_every_n_steps: int = 10
     actor_model_config: ModelSection
     rollout_model_config: RolloutModelSection = RolloutModelSection()
     tokenizer_config: TokenizerSection = TokenizerSection()

@@ -42,11 +42,17 @@ def load_task(section: TaskSection, tokenizer: Any) -> Task:
         InvalidConfigError: names the key and what is wrong with it.
     """
     reward_fns = find_reward_functions(section)
-    rows, eval_rows = (
-        [_to_row(section, row, tokenizer) for row in _read_rows(section, key)]
-        for key in ("dataset", "eval_dataset")
-    )
+    rows, eval_rows = (load_rows(section, key, tokenizer) for key in ("dataset", "eval_dataset"))
     return Task(rows, eval_rows, reward_fns)
+
+
+def load_rows(section: TaskSection, key: str, tokenizer: Any) -> list[Row]:
+    """The rows of "dataset" or "eval_dataset"; none where the section has no such data.
+
+    Raises:
+        InvalidConfigError: names the key and what is wrong with it.
+    """
+    return [_to_row(section, row, tokenizer) for row in _read_rows(section, key)]
 
 
 def check_task(section: TaskSection) -> None:

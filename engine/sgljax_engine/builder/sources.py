@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sgljax_engine.checks import require
+from sgljax_engine.checks import check_model_folder, require
 from sgljax_engine.config import DTYPES, EngineConfig
 from sgljax_engine.errors import EngineError, InvalidConfigError, WeightLoadError
 from sgljax_engine.model_config import ModelConfig
@@ -68,13 +68,7 @@ def _check_types(
         require(isinstance(model_config, ModelConfig), "model_config", kind, expected)
         return
     assert model_path is not None
-    folder = Path(model_path)
-    if not folder.exists():
-        raise InvalidConfigError(
-            f"model_path must be a folder, and there is no {str(folder)!r}; models are not "
-            "downloaded"
-        )
-    require(folder.is_dir(), "model_path", str(folder), "a folder")
+    check_model_folder("model_path", model_path)
 
 
 def pick_dtype(config: EngineConfig, folder: str | Path | None) -> str:
