@@ -1,0 +1,130 @@
+"""Processes with an engine end, are interrupted and fork like others; see `ends.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.process.ends import ENDING, ENDS, FORKS, table
+from tests.threads import LIMIT_S
+from tests.tiers import tiered
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "troubleshooting.md"
+DOES = ("idle", "in_flight", "paused", "asleep", "updating", "group", "serving")
+ONLY_END = ("building", "warming")
+"""What goes on until the process ends."""
+IN_VAIN = {("building", "closes"), ("warming", "closes")}
+
+QUICK_COMPILE = "how processes end"
+
+
+class Zygote:
+    """Has cases played, each by a process of its own."""
+
+    def __init__(self, scenes: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore::RuntimeWarning", "-m", "tests.process.zygote", scenes],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            text=True,
+            bufsize=1,
+            start_new_session=True,
+        )
+
+    def play(self, folder: Path, **case: str) -> dict[str, Any]:
+        """How a case ended: exit code, output and errors."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        out, err = folder / "out", folder / "err"
+        line = json.dumps({**case, "out": str(out), "err": str(err)})
+        watchdog = threading.Timer(LIMIT_S, self.kill)
+        watchdog.start()
+        try:
+            self._process.stdin.write(line + "\n")
+            answer = self._process.stdout.readline()
+        finally:
+            watchdog.cancel()
+        texts = {"out": out.read_text("utf-8"), "err": err.read_text("utf-8")}
+        assert answer, f"it hung: {texts}"
+        return json.loads(answer) | texts
+
+    def kill(self) -> None:
+        """Kills what hangs."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self._process.communicate(timeout=LIMIT_S)
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    made = Zygote("tests.process.scenes")
+    yield made
+    made.close()
+
+
+CASES = [
+    (does, ends)
+    for ends in ENDS
+    for does in (*DOES, *ONLY_END)
+    if (does, ends) not in IN_VAIN
+]
+
+
+@pytest.mark.parametrize(("does", "ends"), CASES)
+def test_end(zygote, tmp_path, does, ends):
+    row = ENDS[ends]
+    found = zygote.play(tmp_path, does=does, ends=ends)
+    shell_code = found["code"] if found["code"] >= 0 else 128 - found["code"]
+    lines = found["out"].splitlines()
+    assert shell_code == row.code, found
+    assert lines[0] == "ready", found
+    if row.calls is None or does == "idle":
+        assert lines == ["ready"], found
+    else:
+        assert len(lines) > 1, found
+        assert all(line.partition(" ")[2].startswith(row.calls) for line in lines[1:]), found
+    own = {"raises": "RuntimeError: a fault", "interrupted": "KeyboardInterrupt"}.get(ends)
+    errors = found["err"].splitlines()
+    assert errors[-1].startswith(own) if own else errors == [], found
+
+
+@pytest.mark.parametrize("does", DOES)
+def test_forks(zygote, tmp_path, does):
+    forks = FORKS if does in ("in_flight", "group") else [each for each in FORKS if each != "spawn"]
+    found = zygote.play(tmp_path, does=does, ends="", forks=" ".join(forks))
+    assert found["code"] == 0, found
+    assert found["out"].splitlines()[-1] == "nothing was lost", found
+
+
+def test_the_page_has_the_table():
+    assert table() in PAGE.read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def learners() -> Iterator[Zygote]:
+    made = Zygote("tests.process.learners")
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("ends", ["interrupted", "terminated", "handles"])
+@pytest.mark.parametrize("does", ["sampling", "training", "over_sampling", "agentic"])
+def test_learner(learners, tmp_path, does, ends):
+    """A script with Tunix's learner ends when it is told to, whatever its threads do."""
+    found = learners.play(tmp_path, does=does, ends=ends)
+    shell_code = found["code"] if found["code"] >= 0 else 128 - found["code"]
+    assert shell_code == ENDS[ends].code, found
+    assert found["out"] == "ready\n", found
