@@ -29,48 +29,41 @@ class End(NamedTuple):
 
 
 ENDS = {
-    "returns": End("the script ends", 0, ENDING),
-    "raises": End("it ends by an error", 1, ENDING),
-    "exits": End("`sys.exit(3)`", 3, ENDING),
-    "interrupted": End("SIGINT (Ctrl-C)", 130, ENDING, "SIGINT"),
-    "terminated": End("SIGTERM", 143, None, "SIGTERM"),
-    "handles": End("SIGTERM, with a handler that calls `sys.exit(3)`", 3, ENDING, "SIGTERM"),
-    "closes": End("`shutdown()`, then the script ends", 0, SHUT_DOWN),
-    "os_exits": End("`os._exit(3)`", 3, None),
+    "returns": End("ends", 0, ENDING),
+    "raises": End("ends by an error", 1, ENDING),
+    "exits": End("calls `sys.exit(3)`", 3, ENDING),
+    "interrupted": End("gets SIGINT (Ctrl-C)", 130, ENDING, "SIGINT"),
+    "terminated": End("gets SIGTERM", 143, None, "SIGTERM"),
+    "handles": End("gets SIGTERM, and handles it by `sys.exit(3)`", 3, ENDING, "SIGTERM"),
+    "closes": End("calls `shutdown()` and ends", 0, SHUT_DOWN),
+    "os_exits": End("calls `os._exit(3)`", 3, None),
 }
 
 FORKS = {
-    "os_exit": "ends by `os._exit`",
-    "sys_exit": "ends by `sys.exit` or by an error",
-    "atexit": "runs `atexit` handlers that call `shutdown()`",
-    "closes": "calls `shutdown()`, or leaves the engine's `with` block",
-    "calls": "calls anything else of the engine, its streams or futures",
-    "collects": "drops the engine's streams and futures",
-    "makes_own": "forks again, and the grandchild calls the engine",
-    "executor": "is forked by an executor's thread",
-    "process": "is a `multiprocessing.Process`",
-    "daemon": "is one with `daemon=True`, and outlives the work",
-    "pool": "is of a `multiprocessing.Pool` or `ProcessPoolExecutor`",
-    "spawn": "is spawned",
-    "subprocess": "is started by `subprocess`",
+    "os_exit": ("ends by `os._exit`", "nothing"),
+    "sys_exit": ("ends by `sys.exit`, or by an error", "nothing; JAX's destructors do not run"),
+    "atexit": ("runs `atexit` handlers that call `shutdown()`", "nothing"),
+    "closes": ("calls `shutdown()`, or leaves the engine's `with` block", "nothing"),
+    "calls": ("calls anything else, or reads a stream or future", "`EngineShutdownError` at once"),
+    "collects": ("drops the engine's streams", "nothing"),
+    "makes_own": ("forks a child that calls the engine", "`EngineShutdownError` at once"),
+    "executor": ("is forked on an executor's thread", "nothing"),
+    "process": ("is a `multiprocessing.Process`", "nothing"),
+    "daemon": ("is one with `daemon=True`, and still works", "it ends with its parent"),
+    "pool": ("is of a `multiprocessing.Pool` or `ProcessPoolExecutor`", "nothing"),
+    "grain": ("is a worker of grain's `mp_prefetch`", "nothing"),
+    "spawn": ("is spawned", "nothing; an engine among its arguments is a `TypeError`"),
+    "subprocess": ("is started by `subprocess`", "nothing"),
 }
-
-_FORK_ANSWERS = {
-    "atexit": "the handlers do nothing to the engine",
-    "closes": "nothing happens",
-    "calls": "`EngineShutdownError: this engine lives in process N; a forked child cannot use it`",
-    "makes_own": "the same",
-    "daemon": "`multiprocessing` ends it with the parent",
-    "spawn": "works; as an argument an engine is refused by a `TypeError`",
-}
+"""What a child process does, and what is special about it. The parent never loses anything."""
 
 
 def table() -> str:
-    """The tables of the docs, in Markdown."""
-    lines = ["| a process with an engine | exit code | calls that its threads wait for |", "|---|---|---|"]
+    """The two tables of the docs, in Markdown."""
+    lines = ["| The process | Exit code | Calls that other threads wait for |", "|---|---|---|"]
     for end in ENDS.values():
-        calls = "end with the process" if end.calls is None else f"`{end.calls}`"
+        calls = "never return" if end.calls is None else "`EngineShutdownError`"
         lines.append(f"| {end.what} | {end.code} | {calls} |")
-    lines += ["", "| a child process | |", "|---|---|"]
-    lines += [f"| {what} | {_FORK_ANSWERS.get(name, 'works')} |" for name, what in FORKS.items()]
+    lines += ["", "| A child process | What is special |", "|---|---|"]
+    lines += [f"| {what} | {special} |" for what, special in FORKS.values()]
     return "\n".join(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import multiprocessing
 import os
 import signal
 import sys
@@ -16,8 +17,10 @@ from tunix.rl.agentic.agentic_grpo_learner import GRPOConfig as AgenticConfig
 from tunix.rl.grpo.grpo_learner import GRPOLearner
 from tunix.rl.rl_cluster import RLCluster
 
+from sgljax_engine import EngineShutdownError
 from tests.adapter import agentic_parts, grpo_parts
 from tests.geometry import SMALL
+from tests.process import rewards
 from tests.process.ends import ENDS
 from tests.process.scenes import tell
 from tunix_sgljax import AgenticGrpoLearner, OverSampling, OverSamplingGrpoLearner, SglJaxRollout
@@ -121,12 +124,54 @@ def agentic(asker: Asker) -> None:
     learner.train(agentic_parts.batches(1000))
 
 
+def reward_workers() -> None:
+    """Rewards come from processes, which have copies of the rollout; none is of use or hangs."""
+    fork = multiprocessing.get_context("fork")
+    cluster = cluster_of(max_steps=grpo_parts.NUM_STEPS)
+    rollout = cluster.rollout
+    answers, answer = fork.Pipe(duplex=False)
+
+    def use_rollout() -> None:
+        calls: tuple[Callable[[], Any], ...] = (
+            lambda: rollout.generate(grpo_parts.PROMPTS, grpo_parts.rollout_config()),
+            lambda: rollout.get_per_token_logps(None, None),
+            lambda: rollout.update_params({}),
+            lambda: rollout.engine,
+        )
+        for call in calls:
+            try:
+                call()
+            except EngineShutdownError as error:
+                assert "this rollout lives in process" in str(error)
+            else:
+                raise AssertionError("it was of use")
+        rollout.close()
+        answer.send("refused")
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        with fork.Pool(2) as pool:
+            found = pool.map(rewards.reward, completions)
+        child = fork.Process(target=use_rollout)
+        child.start()
+        child.join()
+        assert answers.recv() == "refused"  # forked by an executor, it ends with code 1 in 3.11
+        return found
+
+    GRPOLearner(cluster, grpo_parts.grpo_config(), reward).train(grpo_parts.list_batches())
+    grpo_parts.check_trained(cluster)
+    rollout.close()
+    tell("trained")
+
+
 DOES: dict[str, Callable[[Asker], None]] = {
     each.__name__: each for each in (sampling, training, over_sampling, agentic)
 }
 
 
 def play(case: dict[str, str]) -> None:
-    """Trains until the case's signal has ended the process."""
+    """Trains until the case's signal has ended the process, or to the end."""
     logging.set_verbosity(logging.ERROR)
+    if case["does"] == "reward_workers":
+        reward_workers()
+        return
     DOES[case["does"]](Asker(case))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import functools
+import importlib
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -267,12 +270,13 @@ def locks_held(engine: Engine) -> Iterator[None]:
         holder.join()
 
 
-class Forks:
-    """Children of a process with an engine."""
+class Events:
+    """What a process with an engine lives through: children, and interrupts."""
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: Scene, send: Callable[[str], Any]) -> None:
         self.engine = scene.engine
         self._scene = scene
+        self._send = send
         self.home = os.getpid()
         atexit.register(self._at_exit)
 
@@ -282,7 +286,7 @@ class Forks:
             tell("a handler ran")
 
     def run(self, name: str) -> None:
-        tell("child", name)
+        tell("event", name)
         getattr(self, name)()
 
     def _child(self, act: Callable[[], Any], code: int) -> None:
@@ -357,6 +361,7 @@ class Forks:
             os._exit(9)
 
     def collects(self) -> None:
+        """Streams, and futures of a checkpoint, are dropped or waited for."""
         streams = [self.engine.generate(None, GREEDY, PROMPT, stream=True) for _ in range(2)]
         self._child(streams.clear, 0)
         self._child(lambda: self._assert_refused(lambda: next(streams[0])), 0)
@@ -404,8 +409,43 @@ class Forks:
         with spawn.Pool(1) as pool:
             assert pool.map(rewards.reward, ["a"]) == [1.0]
 
+    def grain(self) -> None:
+        grain = importlib.import_module("grain")
+        importlib.import_module("absl.flags").FLAGS.mark_as_parsed()  # as `absl.app` does
+        data = grain.MapDataset.source(["a", "bc"] * 8).map(rewards.reward).to_iter_dataset()
+        options = grain.multiprocessing.MultiprocessingOptions(num_workers=2)
+        assert sorted(data.mp_prefetch(options)) == [1.0] * 8 + [2.0] * 8
+
     def subprocess(self) -> None:
         subprocess.run([sys.executable, "-c", "print('out')"], check=True, capture_output=True)
+
+
+    # ------------------------------------------------------------------ interrupts
+
+    def cell(self) -> None:
+        """A notebook's cell is interrupted; the next one works."""
+        shell_type = importlib.import_module("IPython.core.interactiveshell").InteractiveShell
+        shell = shell_type.instance()
+        shell.user_ns.update(send=self._send, sample=self._scene.sample, check=self._scene.check)
+        interrupted = shell.run_cell("send('SIGINT')\nwhile True:\n  sample()", silent=True)
+        assert isinstance(interrupted.error_in_exec, KeyboardInterrupt)
+        shell.run_cell("check()", silent=True).raise_error()
+
+    def asyncio(self) -> None:
+        """An event loop is interrupted; the next one works."""
+
+        async def sample(times: float) -> None:
+            while times > 0:
+                times -= 1
+                await self.engine.async_generate(None, GREEDY, PROMPT)
+
+        async def sample_on() -> None:
+            self._send("SIGINT")
+            await sample(math.inf)
+
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(sample_on())
+        asyncio.run(sample(1))
 
 
 def _fail() -> NoReturn:
@@ -416,16 +456,18 @@ def _fail() -> NoReturn:
 
 
 def play(case: dict[str, str]) -> None:
-    """Brings a situation about, and ends the process, or forks children."""
+    """Brings a situation about, and ends the process, or has events come."""
     scene = DOES[case["does"]]()
     ask = int(case["ask"])
-    os.set_inheritable(ask, False)
     tell("ready")
+
+    def send(name: str) -> None:
+        os.write(ask, name.encode())
+
     if case["ends"]:
-        end(case["ends"], scene, lambda name: os.write(ask, name.encode()) and None)
+        end(case["ends"], scene, send)
         return
-    os.close(ask)
-    forks = Forks(scene)
-    for name in case["forks"].split():
-        forks.run(name)
+    events = Events(scene, send)
+    for name in case["events"].split():
+        events.run(name)
     scene.finish()
