@@ -61,8 +61,8 @@ from sgljax_engine.observability.trace import MAX_EVENTS, Recording
 from sgljax_engine.outputs import RequestOutput
 from sgljax_engine.processing.bounded_text import check_length, check_text
 from sgljax_engine.processing.conversation import conversation_ids
-from sgljax_engine.processing.home import HomeFuture
 from sgljax_engine.processing.futures import Answer
+from sgljax_engine.processing.home import HomeFuture
 from sgljax_engine.processing.input_processor import LogprobArgs, RequestFactory
 from sgljax_engine.processing.seeds import SeedSource
 from sgljax_engine.processing.tokenizer import (

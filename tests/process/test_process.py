@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.process.ends import ENDING, ENDS, FORKS, table
+from tests.process.ends import ENDS, FORKS, table
 from tests.threads import LIMIT_S
 from tests.tiers import tiered
 
@@ -60,7 +61,6 @@ class Zygote:
             watchdog.cancel()
         texts = {"out": out.read_text("utf-8"), "err": err.read_text("utf-8")}
         assert answer, f"it hung: {texts}"
-        print(case, json.loads(answer))
         return json.loads(answer) | texts
 
     def kill(self) -> None:
@@ -78,21 +78,34 @@ def zygote() -> Iterator[Zygote]:
     made.close()
 
 
+@pytest.fixture(scope="module")
+def learners() -> Iterator[Zygote]:
+    made = Zygote("tests.process.learners")
+    yield made
+    made.close()
+
+
+def shell_code(found: dict[str, Any]) -> int:
+    """The exit code as a shell has it."""
+    return found["code"] if found["code"] >= 0 else 128 - found["code"]
+
+
 CASES = [
-    (does, ends)
-    for ends in ENDS
-    for does in (*DOES, *ONLY_END)
-    if (does, ends) not in IN_VAIN
+    f"{does}, {ends}" for ends in ENDS for does in (*DOES, *ONLY_END) if (does, ends) not in IN_VAIN
+]
+IN_CI = [
+    "in_flight, interrupted",
+    *map(", ".join, zip((*DOES, *ONLY_END), itertools.cycle(ENDS), strict=False)),
 ]
 
 
-@pytest.mark.parametrize(("does", "ends"), CASES)
-def test_end(zygote, tmp_path, does, ends):
+@pytest.mark.parametrize("case", tiered(CASES, IN_CI[:1], IN_CI))
+def test_end(zygote, tmp_path, case):
+    does, ends = case.split(", ")
     row = ENDS[ends]
     found = zygote.play(tmp_path, does=does, ends=ends)
-    shell_code = found["code"] if found["code"] >= 0 else 128 - found["code"]
     lines = found["out"].splitlines()
-    assert shell_code == row.code, found
+    assert shell_code(found) == row.code, found
     assert lines[0] == "ready", found
     if row.calls is None or does == "idle":
         assert lines == ["ready"], found
@@ -104,17 +117,24 @@ def test_end(zygote, tmp_path, does, ends):
     assert errors[-1].startswith(own) if own else errors == [], found
 
 
-@pytest.mark.parametrize("does", DOES)
+def test_a_fork(zygote, tmp_path):
+    check_lives_on(zygote, tmp_path, "in_flight", ["sys_exit", "closes", "calls"])
+
+
+@pytest.mark.parametrize("does", tiered(DOES, [], ["in_flight", "group"]))
 def test_forks(zygote, tmp_path, does):
     check_lives_on(zygote, tmp_path, does, [each for each in FORKS if each not in SPAWN])
 
 
-@pytest.mark.parametrize("child", SPAWN)
+@pytest.mark.parametrize("child", tiered(SPAWN, [], ["spawn"]))
 def test_spawn(zygote, tmp_path, child):
     check_lives_on(zygote, tmp_path, "in_flight", [child])
 
 
-@pytest.mark.parametrize("does", [each for each in DOES if each not in ("paused", "asleep")])
+ANSWERS = [each for each in DOES if each not in ("paused", "asleep")]
+
+
+@pytest.mark.parametrize("does", tiered(ANSWERS, [], ["in_flight"]))
 def test_interrupts(zygote, tmp_path, does):
     check_lives_on(zygote, tmp_path, does, ["cell", "asyncio"])
 
@@ -132,23 +152,23 @@ def test_the_page_has_the_table():
     assert table() in PAGE.read_text("utf-8")
 
 
-@pytest.fixture(scope="module")
-def learners() -> Iterator[Zygote]:
-    made = Zygote("tests.process.learners")
-    yield made
-    made.close()
+LEARNERS = [
+    f"{does}, {ends}"
+    for does in ("sampling", "training", "over_sampling", "agentic")
+    for ends in ("interrupted", "terminated", "handles")
+]
 
 
-@pytest.mark.parametrize("ends", ["interrupted", "terminated", "handles"])
-@pytest.mark.parametrize("does", ["sampling", "training", "over_sampling", "agentic"])
-def test_learner(learners, tmp_path, does, ends):
+@pytest.mark.parametrize("case", tiered(LEARNERS, [], LEARNERS[:1]))
+def test_learner(learners, tmp_path, case):
     """A script with Tunix's learner ends when it is told to, whatever its threads do."""
+    does, ends = case.split(", ")
     found = learners.play(tmp_path, does=does, ends=ends)
-    shell_code = found["code"] if found["code"] >= 0 else 128 - found["code"]
-    assert shell_code == ENDS[ends].code, found
+    assert shell_code(found) == ENDS[ends].code, found
     assert found["out"] == "ready\n", found
 
 
+@pytest.mark.soak
 def test_reward_functions_with_processes(learners, tmp_path):
     """Nothing is lost: the rollout has the weights of both steps."""
     found = learners.play(tmp_path, does="reward_workers", ends="")

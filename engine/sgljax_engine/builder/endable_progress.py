@@ -11,11 +11,14 @@ class EndableProgress:
     """A listener of progress that passes it on, and fails the task when it is to end.
 
     A task reports after each tensor and each program: one that is in work is finished. Any thread.
+
+    Attributes:
+        listener: The user's, if there is one.
     """
 
     def __init__(self, listener: ProgressListener | None) -> None:
         """Passes progress on to a user's listener, if there is one."""
-        self._listener = listener
+        self.listener = listener
         self._reason: str | None = None
 
     def end(self, reason: str) -> None:
@@ -25,19 +28,19 @@ class EndableProgress:
     def started(self, task: str, total: int, unit: str) -> None:
         """A task begins."""
         self._check()
-        if self._listener is not None:
-            self._listener.started(task, total, unit)
+        if self.listener is not None:
+            self.listener.started(task, total, unit)
 
     def advanced(self, task: str, count: int) -> None:
         """More units are done."""
         self._check()
-        if self._listener is not None:
-            self._listener.advanced(task, count)
+        if self.listener is not None:
+            self.listener.advanced(task, count)
 
     def finished(self, task: str) -> None:
         """The task is over."""
-        if self._listener is not None:
-            self._listener.finished(task)
+        if self.listener is not None:
+            self.listener.finished(task)
 
     def _check(self) -> None:
         """Raises EngineShutdownError when nobody waits any more."""

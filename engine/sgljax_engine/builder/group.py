@@ -28,7 +28,7 @@ from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.observability.metrics import MemoryReport
-from sgljax_engine.observability.progress import ProgressListener, reporting
+from sgljax_engine.observability.progress import reporting
 from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.placement.submeshes import describe, place
 from sgljax_engine.processing.input_processor import Limits
@@ -95,7 +95,7 @@ def build_group(
     adapters: Mapping[str, WeightSource],
     tokenizer: Tokenizer | None,
     mesh: jax.sharding.Mesh | None,
-    progress: ProgressListener | None,
+    progress: EndableProgress,
 ) -> tuple[BuiltGroup, Limits]:
     """Checks the configuration, takes memory, transforms the weights."""
     max_model_len = pick_max_model_len(model, config)
@@ -134,7 +134,7 @@ def build_group(
         )
     ]
     for core in cores:
-        core.runner.programs.progress = progress
+        core.runner.programs.progress = progress.listener  # a request's program is not given up
     built = BuiltGroup(
         cores=cores,
         groups=groups,

@@ -33,8 +33,8 @@ from sgljax_engine.errors import EngineShutdownError, EngineStateError
 from sgljax_engine.observability.combined import combine_progress, combine_recordings
 from sgljax_engine.observability.progress import EngineProgress
 from sgljax_engine.observability.trace import MAX_EVENTS, Recording
-from sgljax_engine.processing.home import HomeProcess, ended, stop_at_end
 from sgljax_engine.processing.futures import done_queue
+from sgljax_engine.processing.home import HomeProcess, ended, stop_at_end
 from sgljax_engine.types import Request
 from sgljax_engine.weights.adapters import AdapterSlots
 from sgljax_engine.weights.plan import WeightPlanner

@@ -11,8 +11,8 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from sgljax_engine.outputs import RequestOutput
-from sgljax_engine.processing.home import HomeProcess
 from sgljax_engine.processing.futures import Answer
+from sgljax_engine.processing.home import HomeProcess
 from sgljax_engine.types import Request
 
 
