@@ -7,7 +7,7 @@ lock asks `HomeProcess` first.
 
 from __future__ import annotations
 
-import concurrent.futures.thread  # noqa: F401  see `_end`
+import concurrent.futures.thread  # noqa: F401  # pyright: ignore[reportUnusedImport]  see `_end`
 import gc
 import os
 import sys

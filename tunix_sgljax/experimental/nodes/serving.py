@@ -8,7 +8,7 @@ import logging
 import pickle
 from typing import Any
 
-import grpc  # pyright: ignore[reportMissingImports]
+import grpc
 import jax
 from flax import nnx
 from jax.experimental import mesh_utils
