@@ -19,6 +19,7 @@ from sgljax_engine.core.callers import Callers
 from sgljax_engine.core.engine_core import EngineCore
 from sgljax_engine.core.group import EngineGroup
 from sgljax_engine.core.loop import EngineLoop
+from sgljax_engine.processing.seeds import SeedSource
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.types import Request
 
@@ -87,3 +88,8 @@ def ask(engine: Engine, make: Callable[[Future[Any]], cmd.Command]) -> Any:
 def submit(engine: Engine, command: cmd.Command) -> None:
     """Queues a command as callers do; its future has the answer."""
     engine._group.submit(command)
+
+
+def seeds(engine: Engine) -> SeedSource:
+    """What requests without a seed get theirs from."""
+    return engine._requests._seeds

@@ -226,6 +226,7 @@ def test_exported_names():
         "ForeignField",
         "ForeignOption",
         "HfTensor",
+        "HomeProcess",
         "InvalidConfigError",
         "InvalidRequestError",
         "KVShape",

@@ -61,6 +61,7 @@ from sgljax_engine.observability.metrics import EngineCounters, EngineState, Mem
 from sgljax_engine.observability.progress import EngineProgress, ProgressListener
 from sgljax_engine.observability.trace import RecordedEvent, RecordedSample, Recording
 from sgljax_engine.outputs import RequestOutput
+from sgljax_engine.processing.home import HomeProcess
 from sgljax_engine.processing.seeds import derive_seed
 from sgljax_engine.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from sgljax_engine.types import FinishReason
@@ -149,6 +150,7 @@ __all__ = [
     "ForeignField",
     "ForeignOption",
     "HfTensor",
+    "HomeProcess",
     "InvalidConfigError",
     "InvalidRequestError",
     "KVShape",

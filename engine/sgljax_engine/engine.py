@@ -16,19 +16,21 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import jax
 import numpy as np
 
 from sgljax_engine.builder import group, sources
 from sgljax_engine.builder.adapters import check_adapters
+from sgljax_engine.builder.endable_progress import EndableProgress
 from sgljax_engine.checkpoint.files import check_compression
 from sgljax_engine.checkpoint.manager import CheckpointManager, SaveReport
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.callers import Callers
 from sgljax_engine.core.checkpoint_writer import SaveJob, load_checkpoint
+from sgljax_engine.core.command import SHUT_DOWN
 from sgljax_engine.core.weights_worker import (
     AdapterJob,
     CompareJob,
@@ -62,6 +64,7 @@ from sgljax_engine.processing.bounded_text import check_length, check_text
 from sgljax_engine.processing.conversation import conversation_ids
 from sgljax_engine.processing.futures import Answer
 from sgljax_engine.processing.generation_defaults import read_generation_defaults
+from sgljax_engine.processing.home import HomeFuture
 from sgljax_engine.processing.input_processor import LogprobArgs, RequestFactory
 from sgljax_engine.processing.seeds import SeedSource
 from sgljax_engine.processing.tokenizer import DecodeOptions, Tokenizer
@@ -145,6 +148,7 @@ class Engine:
             assert model_path is not None
             model_config = load_model_config(model_path)
         check_adapters(adapters or {}, config.lora)
+        self._progress = EndableProgress(progress)
         self._model = model_config
         self._checks_finite = config.runtime.check_finite
         self._returns_routed = config.cache.enable_return_routed_experts
@@ -163,18 +167,23 @@ class Engine:
             config=config,
             dtype=sources.pick_dtype(config, model_path),
             weights=sources.pick_weights(
-                model_config, config, model_path, weights, weight_rules, load_format, progress
+                model_config,
+                config,
+                model_path,
+                weights,
+                weight_rules,
+                load_format,
+                self._progress,
             ),
             adapters={name: WeightSource(*each) for name, each in (adapters or {}).items()},
             tokenizer=tokenizer,
             mesh=mesh,
-            progress=progress,
+            progress=self._progress,
         )
-        self._progress = progress
         self._tokenizer = tokenizer
         self._servers: list[Server] = []
         self._has_warned_of_sleep = False
-        self._group, limits = group.start_on_clean_thread(build)
+        self._group, limits = group.start_on_clean_thread(build, self._progress)
         try:
             self._calls = Callers(self._group)
             self._requests = RequestFactory(
@@ -1201,7 +1210,7 @@ class Engine:
             logger.warning("restore_checkpoint: there is no checkpoint in %s", folder)
             return {}
         checkpoint = load_checkpoint(folder, self._model)
-        answers = {rid: Answer(Future()) for rid in checkpoint.scheduler_state.requests}
+        answers = {rid: Answer(HomeFuture()) for rid in checkpoint.scheduler_state.requests}
         self._calls.restore(checkpoint, self._requests, answers)
         return {rid: answer.future for rid, answer in answers.items()}
 
@@ -1232,6 +1241,7 @@ class Engine:
             InvalidConfigError: names the option, its value and its limit; also when the extra is
                 not installed, or the address cannot be used.
         """
+        self._group.home.check()
         if config is not None and options:
             raise InvalidConfigError(f"give config or options, not both; got {sorted(options)}")
         try:
@@ -1250,12 +1260,19 @@ class Engine:
     def shutdown(self) -> None:
         """Fails unfinished requests, ends the threads, frees device memory. Idempotent.
 
-        It does not wait for a source of weights that is being read: that thread ends afterwards.
-        Servers of this engine stop first; their unfinished requests are aborted.
+        It does not wait for a source of weights that is being read: that thread ends afterwards. A
+        warm-up ends with the program that is being compiled.
+        Servers of this engine stop first; their unfinished requests are aborted. In a forked child
+        it does nothing: the engine is the parent's.
         """
+        self._progress.end(SHUT_DOWN)
         while self._servers:
             self._servers.pop().stop(drain_timeout_s=0.0)
         self._group.stop()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuses to be pickled, as an argument of a spawned process would be."""
+        self._group.home.refuse_pickle()
 
     def __enter__(self) -> Engine:
         """Returns the engine."""
@@ -1293,6 +1310,7 @@ class Engine:
         lora: Any = None,
         stands_alone: bool = False,
     ) -> tuple[list[Request], bool]:
+        self._group.home.check()
         _check_flags(stream=stream)
         self._warn_of_sleep()
         is_default = sampling_params is None

@@ -10,6 +10,7 @@ import numpy as np
 
 from sgljax_engine import ModelConfig, RequestOutput, SamplingParams
 from sgljax_engine.builder import group
+from sgljax_engine.builder.endable_progress import EndableProgress
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.commands.pause import settle
@@ -49,7 +50,7 @@ class SteppedEngine:
             adapters={},
             tokenizer=None,
             mesh=None,
-            progress=None,
+            progress=EndableProgress(None),
         )
         (self.core,) = built.cores
         self.groups = built.groups

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import _thread
+import functools
 import itertools
 import threading
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
-from sgljax_engine import Engine, InvalidRequestError, WeightLoadError
+from sgljax_engine import Engine, EngineShutdownError, InvalidRequestError, WeightLoadError
+from sgljax_engine.builder.endable_progress import EndableProgress
+from sgljax_engine.builder.group import start_on_clean_thread
 from sgljax_engine.observability.trace import Recorder
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.geometry import SMALL
-from tests.threads import first_piece, gate_steps, held, running, take_steps
+from tests.threads import (
+    LIMIT_S,
+    first_piece,
+    gate_steps,
+    held,
+    running,
+    start,
+    take_steps,
+    wait_for,
+)
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -87,6 +100,42 @@ def test_a_task_that_fails_is_finished(tmp_path):
     with pytest.raises(WeightLoadError):
         Engine(tmp_path, progress=listener)
     assert listener.calls == [("started", "read weights", 0, "B"), ("finished", "read weights")]
+
+
+def test_shutdown_ends_a_warm_up():
+    """With the program in work: others may take minutes."""
+    told, go_on = threading.Event(), threading.Event()
+
+    class Held(Listener):
+        def started(self, task: str, total: int, unit: str) -> None:
+            super().started(task, total, unit)
+            if task == "compile programs":
+                told.set()
+                assert go_on.wait(LIMIT_S)
+
+    listener = Held()
+    engine = Engine(model_config=TINY, weights=spread_weights(), progress=listener, **SMALL)
+    warmup = start(functools.partial(engine.warmup, include_table=True))
+    assert told.wait(LIMIT_S)
+    ended = start(engine.shutdown)
+    wait_for(lambda: not engine.is_running)
+    go_on.set()
+    ended.result(LIMIT_S)
+    assert isinstance(warmup.exception(LIMIT_S), EngineShutdownError)
+    assert not [call for call in listener.calls if call[:2] == ("advanced", "compile programs")]
+
+
+def test_an_interrupt_ends_the_making_of_an_engine():
+    """With the tensor in work: a folder may take minutes to read."""
+    progress = EndableProgress(None)
+
+    def build() -> NoReturn:
+        _thread.interrupt_main()
+        while True:
+            progress.advanced("place weights", 1)
+
+    with pytest.raises(KeyboardInterrupt):
+        start_on_clean_thread(build, progress)
 
 
 def test_progress_is_read_without_the_engine_thread(engine):

@@ -106,6 +106,13 @@ class TestScore:
             assert whole.shape == (len(ids) - 1,)
             np.testing.assert_allclose(part, whole[start - 1 :], atol=5e-5)
 
+    def test_sequences_of_a_generator(self, engine):
+        sequences = random_prompts(3, 2, 9)
+        for got, want in zip(
+            engine.score(ids for ids in sequences), engine.score(sequences), strict=True
+        ):
+            np.testing.assert_array_equal(got, want)
+
     def test_alone_or_among_others(self, engine):
         sequences = random_prompts(10, 2, 60)
         together = engine.score(sequences)

@@ -5,7 +5,9 @@ They need gRPC, which Tunix does not require: `pip install grpcio grpcio-tools`.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import importlib
 import importlib.util
 import socket
 import subprocess
@@ -136,6 +138,34 @@ class Run:
                 on_line(line)
         limit.cancel()
         return "".join(lines)
+
+
+class Doubler:
+    """A worker with one method."""
+
+    def double(self, value: int) -> int:
+        return 2 * value
+
+
+def test_a_node_listens_on_one_address():
+    """Not on others of the machine, 127.0.0.2 for one."""
+    serving = importlib.import_module(f"{NODES}.serving")
+    remote = importlib.import_module("tunix.experimental.worker.remote_execution")
+    assert serving.make_parser("", port=1, worker_id="").get_default("host") == "127.0.0.1"
+    port = free_port()
+
+    async def call() -> int:
+        server = serving.NodeServer(Doubler(), "127.0.0.1")
+        await server.start_serving_async(port)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port))
+        handle = remote.ActorHandle.from_address(f"grpc://127.0.0.1:{port}")
+        try:
+            return await handle.asubmit("double", 21)
+        finally:
+            await server.stop_serving(0)
+
+    assert asyncio.run(call()) == 42
 
 
 def test_three_steps(tmp_path, generated, model_folder):

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,7 @@ from tunix_sgljax.training.models import (
     load_tokenizer,
     make_critic,
 )
+from tunix_sgljax.training.report import StepRecord, write_json
 from tunix_sgljax.training.rewards import BUILT_IN, whole_numbers
 from tunix_sgljax.training.schema import MeshConfig, ModelSection, RolloutModelSection, TaskSection
 from tunix_sgljax.training.task import batches, load_task
@@ -122,6 +124,25 @@ def test_chat_prompts_come_from_the_tokenizers_template(tmp_path):
     assert "Hi" in prompt
     assert "Be brief." in prompt
     assert prompt != "Hi"
+
+
+def test_records_survive_a_full_disk(tmp_path, config):
+    """A limit of the file size stands for the disk; the older file stays as it was."""
+    path = tmp_path / "out" / "records.json"
+    record = StepRecord(1, 0.5, 1.0, 8, 2.0, 1)
+    write_json(path, config, [record])
+    before = path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_json(path, config, [record, record])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path]
+    write_json(path, config, [record, record])
+    assert len(json.loads(path.read_text())["steps"]) == 2
 
 
 def test_batches_use_each_row_once_an_epoch():

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
-from sgljax_engine import EngineShutdownError
+from sgljax_engine import EngineShutdownError, HomeProcess
 from tunix_sgljax.in_flight.outputs import VersionedRolloutOutput
 from tunix_sgljax.long_tail.config import OverSampling
 from tunix_sgljax.long_tail.early_ends import Sampled, sample_group
@@ -60,6 +60,7 @@ class SamplingLoop:
 
     def __init__(self) -> None:
         """Starts the thread."""
+        self._home = HomeProcess("sampling loop")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="over-sampling", daemon=True
@@ -74,10 +75,13 @@ class SamplingLoop:
 
     def submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
         """Runs a coroutine; what is submitted first starts first. Cancelling cancels it."""
+        self._home.check()
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
-        """Ends the thread, once all that was cancelled has ended."""
+        """Ends the thread, once all that was cancelled has ended; nothing in a forked child."""
+        if not self._home.is_here:
+            return
         asyncio.run_coroutine_threadsafe(_others_end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

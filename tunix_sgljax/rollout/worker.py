@@ -17,6 +17,7 @@ from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
 from sgljax_engine import (
     Engine,
     EngineShutdownError,
+    HomeProcess,
     InvalidConfigError,
     InvalidRequestError,
     RequestOutput,
@@ -141,6 +142,7 @@ class SglJaxRollout(BaseRollout):
                 RolloutConfig field without a meaning here.
             UnsupportedModelError: for a model that the engine does not implement.
         """
+        self._home = HomeProcess("rollout")
         self._prompts = PromptEncoder(tokenizer)
         # Tunix passes an empty mesh when it runs without one.
         self._mesh = None if mesh is None or mesh.empty else check_axis_types(mesh)
@@ -223,6 +225,7 @@ class SglJaxRollout(BaseRollout):
     @property
     def engine(self) -> Engine:
         """The engine; builds it if no call has needed it yet."""
+        self._home.check()  # before the lock, which a thread may have held at the fork
         with self._lock:
             if self._engine is None:
                 if self._is_closed:
@@ -332,6 +335,7 @@ class SglJaxRollout(BaseRollout):
             InvalidRequestError: names the field, its value and its limit.
             InvalidConfigError: for a config field that the rollout refuses.
         """
+        self._home.check()
         if kwargs:
             raise InvalidRequestError(f"SglJaxRollout.generate takes no option {sorted(kwargs)}")
         self._checked.get(rollout_config, lambda: self._check_call(rollout_config))
@@ -455,6 +459,7 @@ class SglJaxRollout(BaseRollout):
             prompt_tokens: [B, P] int32, left-padded; completion_tokens: [B, C] int32,
             right-padded; returns [B, C] float32, 0 at padding.
         """
+        self._home.check()
         if self._match is None:
             return self._score(prompt_tokens, completion_tokens, self.adapter)
         scored_sequences(
@@ -563,6 +568,7 @@ class SglJaxRollout(BaseRollout):
                 keep serving.
             OffloadError: when the engine could not be put to sleep; it serves the right weights.
         """
+        self._home.check()
         if not jax.tree.leaves(params):
             if self._match is not None:
                 self._match.refuse_offload()
@@ -615,7 +621,9 @@ class SglJaxRollout(BaseRollout):
         return engine.serve(**{"lora": self.adapter, **options})
 
     def close(self) -> None:
-        """Shuts the engine down and frees its memory. Idempotent."""
+        """Shuts the engine down and frees its memory. Idempotent; nothing in a forked child."""
+        if not self._home.is_here:
+            return
         with self._lock:
             self._is_closed = True
             engine, self._builder.actor = self._engine, None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import os
 import statistics
 import sys
 import threading
@@ -244,7 +245,10 @@ def write_json(
     records: Sequence[StepRecord],
     evals: Sequence[EvalRecord] = (),
 ) -> None:
-    """Writes the settings of the run, its summary, every step and every evaluation."""
+    """Writes the settings of the run, its summary, every step and every evaluation.
+
+    An older file stays whole, and stays if the disk is full.
+    """
     content = {
         "settings": {"device": jax.devices()[0].device_kind, **dataclasses.asdict(config)},
         "summary": summarize(records),
@@ -252,7 +256,12 @@ def write_json(
         "evaluations": [record._asdict() for record in evals],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    beside = path.with_name(f"{path.name}.partial")
+    try:
+        beside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _mean_reward(records: Sequence[StepRecord]) -> float:

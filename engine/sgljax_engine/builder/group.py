@@ -11,6 +11,7 @@ import jax
 
 from sgljax_engine.builder.adapters import adapter_slots, first_adapters
 from sgljax_engine.builder.compilation_cache import enable_compilation_cache
+from sgljax_engine.builder.endable_progress import EndableProgress
 from sgljax_engine.builder.parts import EngineParts, build_runner, plan_parts
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.pool import PagePool
@@ -27,7 +28,7 @@ from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.observability.metrics import MemoryReport
-from sgljax_engine.observability.progress import ProgressListener, reporting
+from sgljax_engine.observability.progress import reporting
 from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.placement.submeshes import describe, place
 from sgljax_engine.processing.input_processor import Limits
@@ -55,18 +56,23 @@ _names = itertools.count()
 
 
 def start_on_clean_thread(
-    build: Callable[[], tuple[BuiltGroup, Limits]],
+    build: Callable[[], tuple[BuiltGroup, Limits]], progress: EndableProgress
 ) -> tuple[EngineGroup, Limits]:
     """Builds and starts on a thread of its own, free of the caller's thread-local JAX contexts.
 
     A mesh or a transfer guard that the caller has set (as Tunix does while it syncs weights)
     would otherwise apply to the engine's own arrays.
+
+    Args:
+        build: Builds the parts.
+        progress: What `build` reports to. After an interrupt it ends the building.
     """
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(lambda: _start(*build()))
         try:
             return future.result()
         except BaseException:  # an interrupt: what gets built all the same must not live on
+            progress.end("the caller who made the engine was interrupted")
             future.add_done_callback(_stop_if_started)
             raise
 
@@ -89,7 +95,7 @@ def build_group(
     adapters: Mapping[str, WeightSource],
     tokenizer: Tokenizer | None,
     mesh: jax.sharding.Mesh | None,
-    progress: ProgressListener | None,
+    progress: EndableProgress,
 ) -> tuple[BuiltGroup, Limits]:
     """Checks the configuration, takes memory, transforms the weights."""
     max_model_len = pick_max_model_len(model, config)
@@ -128,7 +134,7 @@ def build_group(
         )
     ]
     for core in cores:
-        core.runner.programs.progress = progress
+        core.runner.programs.progress = progress.listener  # a request's program is not given up
     built = BuiltGroup(
         cores=cores,
         groups=groups,

@@ -41,7 +41,7 @@ class Callers:
         """Submits to a running group."""
         self._group = group
         finalizer = weakref.finalize(self, group.request_stop)
-        finalizer.atexit = False  # the group stops itself at exit
+        finalizer.atexit = False  # `processing.home` stops the group
 
     def ask(self, make: Callable[[Future[_T]], Asked]) -> _T:
         """Has the engine threads or a worker do something; waits for the answer."""

@@ -6,9 +6,7 @@ Each engine has a thread, a scheduler, pages and a prefix cache of its own. The 
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
-import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -36,6 +34,7 @@ from sgljax_engine.observability.combined import combine_progress, combine_recor
 from sgljax_engine.observability.progress import EngineProgress
 from sgljax_engine.observability.trace import MAX_EVENTS, Recording
 from sgljax_engine.processing.futures import done_queue
+from sgljax_engine.processing.home import HomeProcess, ended, stop_at_end
 from sgljax_engine.types import Request
 from sgljax_engine.weights.adapters import AdapterSlots
 from sgljax_engine.weights.plan import WeightPlanner
@@ -76,6 +75,7 @@ class EngineGroup:
     """Takes commands and jobs from any thread. It is the `Recipients` of its commands.
 
     Attributes:
+        home: The process that has the threads.
         loops: The engines' threads.
         groups: The calls of all engines.
     """
@@ -86,7 +86,11 @@ class EngineGroup:
         Args:
             built: Fresh; its cores are the threads' alone from now on.
             name: Begins the names of the threads.
+
+        Raises:
+            EngineShutdownError: when the interpreter is ending.
         """
+        self.home = HomeProcess()
         # Held while a command goes to all engines, so that all of them take commands in one order.
         self._lock = built.groups.lock
         self.groups = built.groups
@@ -120,14 +124,14 @@ class EngineGroup:
         writer = CheckpointWriter(built.cores[0].runner.model_config, self.ask)
         self._saves = Worker(writer.save, f"{name}-checkpoints")
         self._is_stopping = False
-        stop = functools.partial(self._stop_engines, SHUT_DOWN)
+        self._stop_reason = SHUT_DOWN
+        stop = self._stop_as_asked
         self._hand_out: HandOut | OwnHandOut = (
             OwnHandOut(self._distribute_alone, stop, self.loops[0])
             if count == 1
             else HandOut(self._distribute, stop, f"{name}-commands")
         )
-        # A daemon thread must not touch the device while the interpreter is torn down.
-        atexit.register(self.stop)
+        stop_at_end(self)
         for loop in self.loops:
             loop.start()
 
@@ -151,7 +155,8 @@ class EngineGroup:
     @property
     def is_running(self) -> bool:
         """Whether `submit` accepts commands and jobs."""
-        return not self._is_stopping and all(loop.is_running for loop in self.loops)
+        open_loops = all(loop.is_running for loop in self.loops)
+        return self.home.is_here and not self._is_stopping and open_loops
 
     @property
     def progress(self) -> EngineProgress:
@@ -160,11 +165,13 @@ class EngineGroup:
 
     def start_recording(self, max_events: int = MAX_EVENTS) -> None:
         """Starts recording on all engines."""
+        self.home.check()
         for loop in self.loops:
             loop.recorder.start(max_events)
 
     def stop_recording(self) -> Recording:
         """Stops recording; the events of all engines."""
+        self.home.check()
         return combine_recordings([loop.recorder.stop() for loop in self.loops])
 
     # ------------------------------------------------------------------ commands
@@ -177,6 +184,7 @@ class EngineGroup:
         Raises:
             EngineShutdownError: when no thread would answer.
         """
+        self.home.check()  # before the lock, which a thread may have held at the fork
         with self._lock:
             self.check_open()
             if isinstance(asked, Command):
@@ -187,11 +195,12 @@ class EngineGroup:
                 self._weights.put(asked)
 
     def check_open(self) -> None:
-        """Raises EngineShutdownError once an engine is shut down."""
+        """Raises EngineShutdownError once an engine is shut down, and in a forked child."""
+        self.home.check()
         for loop in self.loops:
             loop.check_open()
         if self._is_stopping:
-            raise EngineShutdownError(SHUT_DOWN)
+            raise EngineShutdownError(self._stop_reason)
 
     def check_may_wait(self, asked: Asked) -> None:
         """Refuses a caller on the thread that would have to answer the call.
@@ -307,11 +316,19 @@ class EngineGroup:
 
     # ------------------------------------------------------------------ the end
 
-    def request_stop(self) -> None:
+    def request_stop(self, reason: str = SHUT_DOWN) -> None:
         """Has the threads fail unfinished requests and end; does not wait. Idempotent.
 
-        May be interrupted, and called by a finalizer in the middle of a hand-out.
+        May be interrupted, and called by a finalizer in the middle of a hand-out. In a forked
+        child, where there is no thread, it does nothing.
+
+        Args:
+            reason: Message to callers that wait, or come later.
         """
+        if not self.home.is_here:
+            return
+        if not self._is_stopping:
+            self._stop_reason = reason
         self._hand_out.stop()
         self._is_stopping = True
 
@@ -319,6 +336,9 @@ class EngineGroup:
         """Ends all engines after a bug in one; on its thread."""
         self._stop_engines(reason)
         self._hand_out.stop()
+
+    def _stop_as_asked(self) -> None:
+        self._stop_engines(self._stop_reason)
 
     def _stop_engines(self, reason: str) -> None:
         with self._lock:
@@ -328,6 +348,8 @@ class EngineGroup:
     def stop(self) -> None:
         """`request_stop`, then waits for the threads to end."""
         self.request_stop()
+        if not self.home.is_here:
+            return
         # A finalizer may call this on any thread; on these it would wait for itself.
         own = {self._weights.thread, self._saves.thread, self._hand_out.thread}
         own.update(thread for loop in self.loops for thread in loop.threads if thread is not None)
@@ -341,9 +363,9 @@ class EngineGroup:
             self._num_open -= 1
             is_last = not self._num_open
         if is_last:
-            self._weights.stop()
-            self._saves.stop()
-            atexit.unregister(self.stop)
+            self._weights.stop(self._stop_reason)
+            self._saves.stop(self._stop_reason)
+            ended(self)
 
 
 class _OnlyEngine:

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import os
 import queue
 import threading
 import time
@@ -75,14 +74,12 @@ class EngineLoop:
         self._lock = lock
         self._is_closed = False
         self._close_reason = SHUT_DOWN
-        self._pid: int | None = None
         self._is_over = False
         self._over: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         """Starts the thread."""
-        self._pid = os.getpid()
         self._thread.start()
 
     # ------------------------------------------------------------------ any thread
@@ -104,11 +101,11 @@ class EngineLoop:
 
     @property
     def is_running(self) -> bool:
-        """Whether `submit` accepts tasks. In a forked child the thread does not exist.
+        """Whether `submit` accepts tasks.
 
         `Thread.is_alive` is not asked: a caller who is interrupted in there marks it as dead.
         """
-        return not self._is_closed and self._pid == os.getpid()
+        return not self._is_closed
 
     @property
     def threads(self) -> tuple[threading.Thread | None, ...]:

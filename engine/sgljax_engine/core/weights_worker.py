@@ -228,9 +228,9 @@ class WeightsWorker:
         """Queues a job. Callers must not call it concurrently."""
         self._worker.put(job)
 
-    def stop(self) -> None:
+    def stop(self, reason: str) -> None:
         """Ends the thread and frees staged weights; call it when no job can come any more."""
-        self._worker.stop()
+        self._worker.stop(reason)
         for staged in list(self._staged):
             staged.discard()
 

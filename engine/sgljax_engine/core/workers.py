@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
 
-from sgljax_engine.core.command import SHUT_DOWN, Command
+from sgljax_engine.core.command import Command
 from sgljax_engine.errors import EngineShutdownError, forget_locals
 from sgljax_engine.processing.futures import reject, resolve
 
@@ -101,6 +101,7 @@ class Worker(Generic[_J]):
         self._condition = threading.Condition()
         self._current: Future[Any] | None = None
         self._is_reading = self._is_stopped = self._is_over = False
+        self._reason = ""
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def put(self, job: _J) -> None:
@@ -109,13 +110,17 @@ class Worker(Generic[_J]):
             self.thread.start()
         self._jobs.put(job)
 
-    def stop(self) -> None:
+    def stop(self, reason: str) -> None:
         """Ends the thread after the queued jobs, and waits for it.
 
         It does not wait while a caller's source is read, which may block for ever. Then that job
         and those behind it are refused, and the thread ends after the read.
+
+        Args:
+            reason: Message to the refused callers.
         """
         with self._condition:
+            self._reason = reason
             self._is_stopped = True
             self._jobs.put(None)
             if self.thread.ident is None:
@@ -123,7 +128,7 @@ class Worker(Generic[_J]):
             self._condition.wait_for(lambda: self._is_reading or self._is_over)
             is_blocked = not self._is_over
             if is_blocked and self._current is not None:
-                reject(self._current, EngineShutdownError(SHUT_DOWN))
+                reject(self._current, EngineShutdownError(reason))
         if not is_blocked:
             self.thread.join()
             return
@@ -131,7 +136,7 @@ class Worker(Generic[_J]):
             while True:
                 job = self._jobs.get_nowait()
                 if job is not None:
-                    reject(job.future, EngineShutdownError(SHUT_DOWN))
+                    reject(job.future, EngineShutdownError(reason))
         self._jobs.put(None)
 
     @contextlib.contextmanager
@@ -150,7 +155,7 @@ class Worker(Generic[_J]):
             with self._condition:
                 self._is_reading = False
         if self._is_stopped:
-            raise EngineShutdownError(SHUT_DOWN)
+            raise EngineShutdownError(self._reason)
 
     def _run(self) -> None:
         while self._take():

@@ -184,6 +184,7 @@ class RequestFactory:
             raise InvalidRequestError(f"temperature must be > 0 to score, got {temperature!r}")
         if isinstance(sequences, (str, bytes, Mapping)) or not hasattr(sequences, "__iter__"):
             raise InvalidRequestError(f"sequences must be a list of lists, got {sequences!r}")
+        sequences = list(sequences)  # a generator's items come once
         if any(_is_number(ids) for ids in sequences):
             raise InvalidRequestError(
                 f"sequences must be a list of lists of integers, got {sequences!r}"

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from sgljax_engine.outputs import RequestOutput
 from sgljax_engine.processing.futures import Answer
+from sgljax_engine.processing.home import HomeProcess
 from sgljax_engine.types import Request
 
 
@@ -50,6 +51,7 @@ class _Pieces:
     def __init__(self, requests: list[Request], abandon: Callable[[list[Request]], None]) -> None:
         self._open = dict(enumerate(requests))
         self._abandon = abandon
+        self._home = HomeProcess("stream")
 
     def _take(self, event: _Event) -> dict[str, Any] | None:
         """The dict to return; raises the error of a failed request.
@@ -107,6 +109,7 @@ class TokenStream(_Pieces, Iterator[dict[str, Any]]):
         """Waits for the next item."""
         if not self._open:
             raise StopIteration
+        self._home.check()
         try:
             piece = self._take(self._events.get())
         except BaseException:  # the request failed, or an interrupt
@@ -152,6 +155,7 @@ class AsyncTokenStream(_Pieces, AsyncIterator[dict[str, Any]]):
         """Waits for the next item."""
         if not self._open:
             raise StopAsyncIteration
+        self._home.check()
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError("the stream was made in another event loop than this one")
         try:

@@ -8,11 +8,13 @@ import logging
 import pickle
 from typing import Any
 
+import grpc
 import jax
 from flax import nnx
 from jax.experimental import mesh_utils
 from tunix.experimental.worker.remote_execution import (  # pyright: ignore[reportMissingImports]
     GrpcRemoteExecutionServer,
+    _grpc_options,
 )
 
 from sgljax_engine import InvalidConfigError
@@ -30,6 +32,11 @@ def make_parser(description: str, *, port: int, worker_id: str) -> argparse.Argu
     """A parser with the arguments of both nodes, by the names of Tunix's examples."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     parser.add_argument("--port", type=int, default=port, help="of the worker's gRPC server")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; whoever reaches it can run code here, since calls are pickles",
+    )
     parser.add_argument("--worker_id", default=worker_id)
     parser.add_argument("--model_dir", required=True, help="a Hugging Face folder")
     parser.add_argument("--model_id", default="", help="a name, for the chat template")
@@ -91,11 +98,39 @@ def check_context(context: Any) -> None:
         )
 
 
+class NodeServer(GrpcRemoteExecutionServer):
+    """Tunix's gRPC server of a worker, on one address; Tunix's own listens on all."""
+
+    def __init__(self, worker: Any, host: str) -> None:
+        """Listens nowhere yet."""
+        super().__init__(worker)
+        self._host = host
+
+    async def start_serving_async(self, port: int = 50051) -> Any:
+        """Starts to serve the worker; returns gRPC's server.
+
+        Raises:
+            RuntimeError: when the address cannot be used.
+        """
+        calls = {
+            "Execute": self._handle_execute,
+            "DispatchTask": self._handle_dispatch_task,
+            "PollResponses": self._handle_poll_responses,
+        }
+        handlers = {name: grpc.unary_unary_rpc_method_handler(do) for name, do in calls.items()}
+        service = grpc.method_handlers_generic_handler("tunix.ExecutionService", handlers)
+        self._server = grpc.aio.server(options=_grpc_options())
+        self._server.add_generic_rpc_handlers((service,))
+        self._server.add_insecure_port(f"{self._host}:{port}")
+        await self._server.start()
+        return self._server
+
+
 def serve(worker: Any, args: argparse.Namespace, context: Any, service_type: str) -> None:
     """Serves a worker over gRPC and registers it; until the process is interrupted."""
 
     async def run() -> None:
-        server = GrpcRemoteExecutionServer(worker)
+        server = NodeServer(worker, args.host)
         await server.start_serving_async(args.port)
         facts = {
             "service_type": service_type,
