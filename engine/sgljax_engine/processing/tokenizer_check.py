@@ -40,7 +40,9 @@ def find_tokenizer_difference(tokenizer: Any) -> str | None:
         tokenizer = tokenizer.tokenizer
     used: Any = getattr(tokenizer, "backend_tokenizer", None)
     name = getattr(tokenizer, "name_or_path", None)
-    path = find_tokenizer_json(name) if used is not None and name else None
+    if used is None or not name:
+        return None
+    path = find_tokenizer_json(name)
     if path is None:
         return None
     right = read_backend(path)
