@@ -236,7 +236,7 @@ class InterruptMachine(RuleBasedStateMachine):
         self.expected.note_sleep(
             level=level, preserve=preserve, refuse=refuse, is_settled=self.hold is None
         )
-        self.ask(functools.partial(cmd.Sleep, level, preserve, refuse), _is_bytes)
+        self.ask(functools.partial(cmd.Sleep, level, preserve, SLEEP_TAGS, refuse), _is_bytes)
 
     def allowed_level(self, level, preserve):
         """The level that is asked for in place of one that is drawn."""

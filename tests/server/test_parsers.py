@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 import sys
+from typing import Any
 from pathlib import Path
 
 import pytest
@@ -462,7 +463,8 @@ class TestWork:
         reader = parser(name, prompt=FORMS[name].head)
         word = response_parser._WORD
         monkeypatch.setattr(response_parser, "_WORD", Counting(word, counts))
-        for watch in (*vars(reader).values(), *reader._closes.values()):
+        watches: list[Any] = [*vars(reader).values(), *reader._closes.values()]
+        for watch in watches:
             if isinstance(watch, response_parser._Watch):
                 watch.starts = Counting(watch.starts, counts)
         sys.setprofile(see)
