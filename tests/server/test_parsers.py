@@ -8,8 +8,8 @@ import functools
 import itertools
 import json
 import sys
-from typing import Any
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
