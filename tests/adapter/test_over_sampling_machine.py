@@ -7,19 +7,22 @@ which gives its requests tokens at a pace that the machine chooses: hundreds of 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 import types
+from concurrent.futures import CancelledError
 from typing import Any
 
 import hypothesis
 import numpy as np
+import pytest
 from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
-from tests.threads import LIMIT_S
+from tests.threads import LIMIT_S, start, wait_for
 from tunix_sgljax import OverSampling
 from tunix_sgljax.long_tail.asking import GroupSource
 from tunix_sgljax.long_tail.early_ends import sample_group
@@ -119,6 +122,47 @@ def test_a_group_ends_early_once_its_rewards_are_known_and_equal():
         assert asyncio.run(group).ended_early == (rewards == [1.0, 1.0])
 
 
+def ask(groups: GroupsInFlight, row: int) -> None:
+    groups.ask({"prompts": [str(row)] * NUM_SAMPLES, "row": [row] * NUM_SAMPLES}, RolloutConfig())
+
+
+def stalled(over_sampling: OverSampling) -> tuple[ModelRollout, GroupsInFlight]:
+    """Groups of a rollout that gives no tokens yet."""
+    rollout: Any = ModelRollout(seed=0)
+    rollout.pace = 0.0
+    return rollout, GroupsInFlight(rollout, over_sampling)
+
+
+def test_the_end_of_an_evaluation_does_not_pause_a_step_that_waits():
+    rollout, groups = stalled(OverSampling(factor=1.0))
+    ask(groups, 1)
+    with groups.running():  # a step on another thread
+        with groups.running():
+            assert not rollout.is_paused
+        assert not rollout.is_paused
+    assert rollout.is_paused
+    with groups.running():
+        assert not rollout.is_paused
+        taken = start(lambda: groups.take(1))
+        rollout.pace = 1.0
+        assert len(taken.result(LIMIT_S)) == 1
+        assert not rollout.is_paused
+    assert not rollout.is_paused  # nothing is left to pause
+    groups.close()
+
+
+def test_a_step_that_waits_ends_when_the_training_does():
+    rollout, groups = stalled(OverSampling(factor=1.0))
+    ask(groups, 1)
+    taken = start(lambda: groups.take(1))
+    wait_for(lambda: rollout.num_live > 0)
+    groups.close()
+    assert isinstance(taken.exception(LIMIT_S), CancelledError)
+    with pytest.raises(CancelledError, match="the groups were ended"):
+        ask(groups, 2)
+    assert (rollout.num_live, rollout.is_paused) == (0, False)
+
+
 class OverSamplingMachine(RuleBasedStateMachine):
     """Every prompt is trained on once, or is told as dropped; tokens are not older than allowed."""
 
@@ -149,10 +193,16 @@ class OverSamplingMachine(RuleBasedStateMachine):
         self.is_over = self.has_stepped = False
 
     @precondition(lambda self: not self.is_over)
-    @rule(pace=st.sampled_from([1.0, 0.5, 0.1]))
-    def step(self, pace):
-        """What Tunix does in a step, up to the weight update."""
+    @rule(pace=st.sampled_from([1.0, 0.5, 0.1]), is_evaluated=st.booleans())
+    def step(self, pace, is_evaluated):
+        """What Tunix does in a step, up to the weight update; an evaluation may outlast it."""
         self.rollout.pace = pace
+        with contextlib.ExitStack() as evaluation:
+            if is_evaluated:
+                evaluation.enter_context(self.groups.running())
+            self._step()
+
+    def _step(self):
         batch = next(self.feed, None)
         if batch is None:
             self.is_over = True
@@ -232,7 +282,7 @@ class OverSamplingMachine(RuleBasedStateMachine):
 
     def teardown(self):
         while not self.is_over:
-            self.step(1.0)
+            self.step(1.0, False)
             if not self.is_over:
                 self.update_weights()
         if self.config.keeps_prompts:
