@@ -64,8 +64,8 @@ class ModelRollout:
         self._requests: dict[str, Request] = {}
         self._names = itertools.count()
 
-    def encode(self, text: str) -> list[int]:
-        return [int(text)]
+    def encode(self, prompt: str, config: Any, *, name: str) -> list[int]:
+        return [int(prompt)]
 
     def request_params(self, config: Any) -> Any:
         return config
@@ -123,7 +123,9 @@ def test_a_group_ends_early_once_its_rewards_are_known_and_equal():
 
 
 def ask(groups: GroupsInFlight, row: int) -> None:
-    groups.ask({"prompts": [str(row)] * NUM_SAMPLES, "row": [row] * NUM_SAMPLES}, RolloutConfig())
+    groups.ask(
+        row, {"prompts": [str(row)] * NUM_SAMPLES, "row": [row] * NUM_SAMPLES}, RolloutConfig()
+    )
 
 
 def stalled(over_sampling: OverSampling) -> tuple[ModelRollout, GroupsInFlight]:

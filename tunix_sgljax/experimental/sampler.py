@@ -196,10 +196,13 @@ class SglJaxSampler:
         if not wanted:
             return []
         rollout = self._rollout
-        ids = [requests.prompt_ids(rollout, request.prompt) for request in wanted]
         configs = [
             requests.request_config(rollout.rollout_config, request.sampling_params, kwargs)
             for request in wanted
+        ]
+        ids = [
+            rollout.encode(request.prompt, config, name=f"the prompt of request {number}")
+            for number, (request, config) in enumerate(zip(wanted, configs, strict=True))
         ]
         routed = [
             requests.routed_options(

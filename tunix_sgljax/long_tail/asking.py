@@ -59,7 +59,7 @@ class GroupSource:
         if row in self._known_rows:
             return
         self._known_rows.add(row)
-        self._groups.ask({n: v for n, v in columns.items() if n != ROW}, config)
+        self._groups.ask(row, {n: v for n, v in columns.items() if n != ROW}, config)
 
 
 def trajectory_ids(rows: np.ndarray, num_samples: int) -> list[str]:

@@ -29,6 +29,7 @@ class Group:
     """The samples of one prompt.
 
     Attributes:
+        row: The prompt's number in the data.
         columns: The data's columns: for each sample a value, as Tunix repeats them.
         prompt_ids: Token ids of the prompt.
         born: The engine's weight version when it was asked for.
@@ -37,6 +38,7 @@ class Group:
         future: The samples.
     """
 
+    row: int
     columns: Mapping[str, Any]
     prompt_ids: list[int]
     born: int
@@ -121,19 +123,23 @@ class GroupsInFlight:
         """Groups that nobody has taken yet."""
         return len(self._groups)
 
-    def ask(self, columns: Mapping[str, Any], config: RolloutConfig, num_aborts: int = 0) -> None:
+    def ask(
+        self, row: int, columns: Mapping[str, Any], config: RolloutConfig, num_aborts: int = 0
+    ) -> None:
         """Starts to sample a group.
 
         Args:
+            row: The prompt's number in the data.
             columns: The data's columns, with a value for each sample.
             config: Sampling settings.
             num_aborts: Times that it was aborted before.
 
         Raises:
+            InvalidRequestError: for a prompt that the rollout refuses; names its row.
             CancelledError: when `close` was called.
         """
         rollout, prompts = self._rollout, columns["prompts"]
-        prompt_ids = rollout.encode(str(prompts[0]))
+        prompt_ids = rollout.encode(prompts[0], config, name=f"prompts of row {row}")
         params = [rollout.request_params(config) for _ in prompts]
         version, now_s = rollout.weight_version, time.perf_counter()
         with self._lock:
@@ -141,13 +147,13 @@ class GroupsInFlight:
             future = self._loop.submit(
                 sample_group(rollout, prompt_ids, params, columns, self.config.known_rewards)
             )
-            self._groups.append(Group(columns, prompt_ids, version, now_s, num_aborts, future))
+            self._groups.append(Group(row, columns, prompt_ids, version, now_s, num_aborts, future))
 
     def ask_again(self, config: RolloutConfig) -> None:
         """Starts to sample the groups that the last `take` aborted. Call it before `ask`."""
         aborted, self._aborted = self._aborted, []
         for group in aborted:
-            self.ask(group.columns, config, group.num_aborts + 1)
+            self.ask(group.row, group.columns, config, group.num_aborts + 1)
 
     def take(self, count: int) -> list[Group]:
         """Waits for complete groups, and takes the `count` that were asked for first.
