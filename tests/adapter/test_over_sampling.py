@@ -58,7 +58,7 @@ class TestFeed:
     def test_prompts_taken_early_are_owed_until_the_end(self):
         feed = PromptFeed(self.batches())
         assert next(feed)[ROW].tolist() == [0, 1]
-        assert [row["prompts"] for row in feed.take_early(1, is_owed=True)] == ["p2"]
+        assert [row.number for row in feed.take_early(1, is_owed=True)] == [2]
         assert [batch[ROW].tolist() for batch in feed] == [[3, 4], [5, 2]]
 
     def test_prompts_that_are_used_up_do_not_come_again(self):

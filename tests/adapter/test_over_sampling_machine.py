@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import random
 import types
+from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -25,9 +26,10 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from tests.threads import LIMIT_S, start, wait_for
 from tunix_sgljax import OverSampling
 from tunix_sgljax.long_tail.asking import GroupSource
+from tunix_sgljax.long_tail.columns import join_rows, repeated
 from tunix_sgljax.long_tail.early_ends import sample_group
-from tunix_sgljax.long_tail.feed import ROW, PromptFeed
-from tunix_sgljax.long_tail.groups import GroupsInFlight, merge_columns
+from tunix_sgljax.long_tail.feed import ROW, PromptFeed, Row
+from tunix_sgljax.long_tail.groups import GroupsInFlight
 from tunix_sgljax.observability.observers import RolloutObservers
 
 NUM_SAMPLES = 2
@@ -122,17 +124,21 @@ def test_a_group_ends_early_once_its_rewards_are_known_and_equal():
         assert asyncio.run(group).ended_early == (rewards == [1.0, 1.0])
 
 
-def ask(groups: GroupsInFlight, row: int) -> None:
-    groups.ask(
-        row, {"prompts": [str(row)] * NUM_SAMPLES, "row": [row] * NUM_SAMPLES}, RolloutConfig()
-    )
+def columns_of(rows: Sequence[Row]) -> dict[str, Any]:
+    columns = join_rows([row.columns for row in rows])
+    return repeated(columns, NUM_SAMPLES, lambda example: [""] * len(example["row"]), None)
+
+
+def ask(groups: GroupsInFlight, number: int) -> None:
+    columns = {"prompts": np.array([str(number)]), "row": np.array([number])}
+    groups.ask(Row(number, columns), RolloutConfig())
 
 
 def stalled(over_sampling: OverSampling) -> tuple[ModelRollout, GroupsInFlight]:
     """Groups of a rollout that gives no tokens yet."""
     rollout: Any = ModelRollout(seed=0)
     rollout.pace = 0.0
-    return rollout, GroupsInFlight(rollout, over_sampling)
+    return rollout, GroupsInFlight(rollout, over_sampling, NUM_SAMPLES, columns_of)
 
 
 def test_the_end_of_an_evaluation_does_not_pause_a_step_that_waits():
@@ -188,8 +194,8 @@ class OverSamplingMachine(RuleBasedStateMachine):
         self.batch_size, self.num_prompts = batch_size, batch_size * num_batches
         numbers = np.arange(self.num_prompts).reshape(num_batches, batch_size)
         self.feed = PromptFeed({"prompts": each.astype(str), "row": each} for each in numbers)
-        self.groups = GroupsInFlight(self.rollout, self.config)
-        self.source = GroupSource(self.feed, self.groups, NUM_SAMPLES)
+        self.groups = GroupsInFlight(self.rollout, self.config, NUM_SAMPLES, columns_of)
+        self.source = GroupSource(self.feed, self.groups)
         self.trained: list[int] = []
         self.num_steps = self.num_dropped = 0
         self.is_over = self.has_stepped = False
@@ -209,18 +215,16 @@ class OverSamplingMachine(RuleBasedStateMachine):
         if batch is None:
             self.is_over = True
             return
-        columns: dict[str, Any] = {
-            name: np.repeat(values, NUM_SAMPLES, axis=0) for name, values in batch.items()
-        }
-        columns["trajectory_ids"] = [str(row) for row in columns[ROW]]
-        count = self.source.ask(columns, RolloutConfig())
+        numbers = batch[ROW].tolist()
+        count = len(numbers)
+        self.source.ask(numbers, RolloutConfig())
         assert count == self.batch_size
         assert len(self.groups) <= max(self.config.num_asked(count), count)
         taken = self.groups.take(count)
         assert len(taken) == count
         for group in taken:
             self.check(group)
-        self.trained += merge_columns(taken)["row"][::NUM_SAMPLES].tolist()
+        self.trained += columns_of([group.row for group in taken])["row"][::NUM_SAMPLES].tolist()
         self.num_dropped += 0 if self.config.keeps_prompts else self.groups.num_ended
         self.num_steps += 1
         self.has_stepped = True
@@ -228,7 +232,7 @@ class OverSamplingMachine(RuleBasedStateMachine):
     def check(self, group):
         """A trained group is whole, or ended early; its tokens are in order and young."""
         version, sampled = self.rollout.weight_version, group.future.result()
-        number = int(group.columns["row"][0])
+        number = group.row.number
         assert sampled.ended_early <= (number % 3 == 0 and self.config.known_rewards is not None)
         for output in sampled.outputs:
             versions = output.token_weight_versions
@@ -265,7 +269,7 @@ class OverSamplingMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_trained_twice(self):
         assert len(self.trained) == self.num_steps * self.batch_size
-        rows = self.trained + [int(group.columns["row"][0]) for group in self.groups._groups]
+        rows = self.trained + [group.row.number for group in self.groups._groups]
         assert len(set(rows)) == len(rows)
 
     @invariant()

@@ -18,6 +18,7 @@ from tests.adapter.grpo_parts import make_parts
 from tests.adapter.helpers import EndingTokenizer, rollout_config, text_of
 from tests.geometry import SMALL
 from tunix_sgljax import OverSampling, RLCluster, SglJaxRollout
+from tunix_sgljax.long_tail.feed import Row
 from tunix_sgljax.long_tail.groups import GroupsInFlight, to_output
 from tunix_sgljax.rollout.prompts import PromptEncoder
 
@@ -81,12 +82,21 @@ def test_refused_prompts_are_named(prompt, message):
         encode(EndingTokenizer(eos=1, pad=PAD, bos=0), prompt)
 
 
+def groups_of(rollout: SglJaxRollout) -> GroupsInFlight:
+    """Groups of two samples."""
+
+    def columns_of(rows: Any) -> dict[str, Any]:
+        return {"prompts": [row.columns["prompts"][0] for row in rows for _ in range(2)]}
+
+    return GroupsInFlight(rollout, OverSampling(), 2, columns_of)
+
+
 def test_generate_and_over_sampling_sample_from_the_same_context(make_rollout):
     """Log-probs are those of the prompt that Tunix's arrays hold, where BOS is the pad token."""
     rollout = make_rollout(tokenizer=EndingTokenizer(eos=63, pad=PAD, bos=PAD))
     text = text_of([PAD, 5, 9, PAD, 11])
-    groups = GroupsInFlight(rollout, OverSampling())
-    groups.ask(0, {"prompts": [text, text]}, CONFIG)
+    groups = groups_of(rollout)
+    groups.ask(Row(0, {"prompts": [text]}), CONFIG)
     asked = to_output(groups.take(1), rollout, CONFIG)
     groups.close()
     for output in (asked, rollout.generate([text], CONFIG)):
@@ -99,11 +109,11 @@ def test_generate_and_over_sampling_sample_from_the_same_context(make_rollout):
 
 
 def test_an_over_sampled_prompt_is_named_by_its_row(rollout):
-    groups = GroupsInFlight(rollout, OverSampling())
+    groups = groups_of(rollout)
     with pytest.raises(
         InvalidRequestError, match=r"prompts of row 17=.* has 120 tokens; with max_"
     ):
-        groups.ask(17, {"prompts": [text_of([5] * 120)] * 2}, rollout_config())
+        groups.ask(Row(17, {"prompts": [text_of([5] * 120)]}), rollout_config())
     groups.close()
 
 

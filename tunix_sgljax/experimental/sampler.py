@@ -200,9 +200,10 @@ class SglJaxSampler:
             requests.request_config(rollout.rollout_config, request.sampling_params, kwargs)
             for request in wanted
         ]
+        names = ["prompt"] if is_single else [f"prompts[{row}]" for row in range(len(wanted))]
         ids = [
-            rollout.encode(request.prompt, config, name=f"the prompt of request {number}")
-            for number, (request, config) in enumerate(zip(wanted, configs, strict=True))
+            rollout.encode(request.prompt, config, name=name)
+            for name, request, config in zip(names, wanted, configs, strict=True)
         ]
         routed = [
             requests.routed_options(

@@ -7,16 +7,17 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from typing import Any, TypeVar
 
-import numpy as np
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from tunix_sgljax.in_flight.outputs import VersionedRolloutOutput
+from tunix_sgljax.long_tail.columns import Columns
 from tunix_sgljax.long_tail.config import OverSampling
 from tunix_sgljax.long_tail.early_ends import Sampled, sample_group
+from tunix_sgljax.long_tail.feed import Row
 from tunix_sgljax.long_tail.pausing import TrainerPause
 from tunix_sgljax.observability.observers import HostSpan
 from tunix_sgljax.rollout import SglJaxRollout
@@ -29,8 +30,7 @@ class Group:
     """The samples of one prompt.
 
     Attributes:
-        row: The prompt's number in the data.
-        columns: The data's columns: for each sample a value, as Tunix repeats them.
+        row: The prompt.
         prompt_ids: Token ids of the prompt.
         born: The engine's weight version when it was asked for.
         asked_s: The reading of `time.perf_counter` then.
@@ -38,18 +38,12 @@ class Group:
         future: The samples.
     """
 
-    row: int
-    columns: Mapping[str, Any]
+    row: Row
     prompt_ids: list[int]
     born: int
     asked_s: float
     num_aborts: int
     future: Future[Sampled]
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of the group."""
-        return len(self.columns["prompts"])
 
     @property
     def ended_early(self) -> bool:
@@ -102,14 +96,24 @@ class GroupsInFlight:
         num_ended: Groups that the last `take` dropped or aborted.
     """
 
-    def __init__(self, rollout: SglJaxRollout, config: OverSampling) -> None:
+    def __init__(
+        self,
+        rollout: SglJaxRollout,
+        config: OverSampling,
+        num_samples: int,
+        columns_of: Callable[[Sequence[Row]], Columns],
+    ) -> None:
         """Starts without groups.
 
         Args:
             rollout: Whose engine samples them.
             config: What happens to groups that are not complete.
+            num_samples: Samples of a prompt.
+            columns_of: Returns the columns that Tunix makes of rows, a value for each sample.
         """
         self.config = config
+        self._num_samples = num_samples
+        self._columns_of = columns_of
         self._rollout = rollout
         self._loop = SamplingLoop()
         self._groups: list[Group] = []
@@ -123,14 +127,11 @@ class GroupsInFlight:
         """Groups that nobody has taken yet."""
         return len(self._groups)
 
-    def ask(
-        self, row: int, columns: Mapping[str, Any], config: RolloutConfig, num_aborts: int = 0
-    ) -> None:
+    def ask(self, row: Row, config: RolloutConfig, num_aborts: int = 0) -> None:
         """Starts to sample a group.
 
         Args:
-            row: The prompt's number in the data.
-            columns: The data's columns, with a value for each sample.
+            row: The prompt.
             config: Sampling settings.
             num_aborts: Times that it was aborted before.
 
@@ -138,22 +139,24 @@ class GroupsInFlight:
             InvalidRequestError: for a prompt that the rollout refuses; names its row.
             CancelledError: when `close` was called.
         """
-        rollout, prompts = self._rollout, columns["prompts"]
-        prompt_ids = rollout.encode(prompts[0], config, name=f"prompts of row {row}")
-        params = [rollout.request_params(config) for _ in prompts]
+        rollout, known_rewards = self._rollout, self.config.known_rewards
+        columns = self._columns_of([row])
+        name = f"prompts of row {row.number}"
+        prompt_ids = rollout.encode(columns["prompts"][0], config, name=name)
+        params = [rollout.request_params(config) for _ in range(self._num_samples)]
         version, now_s = rollout.weight_version, time.perf_counter()
         with self._lock:
             self._check_open()
             future = self._loop.submit(
-                sample_group(rollout, prompt_ids, params, columns, self.config.known_rewards)
+                sample_group(rollout, prompt_ids, params, columns, known_rewards)
             )
-            self._groups.append(Group(row, columns, prompt_ids, version, now_s, num_aborts, future))
+            self._groups.append(Group(row, prompt_ids, version, now_s, num_aborts, future))
 
     def ask_again(self, config: RolloutConfig) -> None:
         """Starts to sample the groups that the last `take` aborted. Call it before `ask`."""
         aborted, self._aborted = self._aborted, []
         for group in aborted:
-            self.ask(group.row, group.columns, config, group.num_aborts + 1)
+            self.ask(group.row, config, group.num_aborts + 1)
 
     def take(self, count: int) -> list[Group]:
         """Waits for complete groups, and takes the `count` that were asked for first.
@@ -216,7 +219,7 @@ class GroupsInFlight:
     def _tell(self, group: Group) -> None:
         """Shows observers the life of a group, on the track of the thread that waited for it."""
         args = {
-            "samples": group.num_samples,
+            "samples": self._num_samples,
             "tokens": sum(len(output.output_ids) for output in group.future.result().outputs),
             "weight updates": self._rollout.weight_version - group.born,
             "aborts": group.num_aborts,
@@ -249,22 +252,11 @@ def _cancel(groups: Iterable[Group]) -> None:
         group.future.cancel()
 
 
-def merge_columns(groups: list[Group]) -> dict[str, Any]:
-    """The columns of groups one after another, as Tunix merges batches."""
-    merged: dict[str, Any] = {}
-    for name in groups[0].columns:
-        values = [group.columns[name] for group in groups]
-        if isinstance(values[0], list):
-            merged[name] = [each for some in values for each in some]
-        else:
-            merged[name] = np.concatenate(values)
-    return merged
-
-
 def to_output(
     groups: list[Group], rollout: SglJaxRollout, config: RolloutConfig
 ) -> VersionedRolloutOutput:
     """The samples of complete groups, with log-probs, as a rollout returns them."""
-    prompt_ids = [group.prompt_ids for group in groups for _ in range(group.num_samples)]
-    outputs = [output for group in groups for output in group.future.result().outputs]
+    samples = [(group, output) for group in groups for output in group.future.result().outputs]
+    prompt_ids = [group.prompt_ids for group, _ in samples]
+    outputs = [output for _, output in samples]
     return rollout.to_output(prompt_ids, outputs, dataclasses.replace(config, return_logprobs=True))
