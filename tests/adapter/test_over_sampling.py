@@ -297,9 +297,13 @@ def test_groups_with_known_rewards_end_early_without_advantage():
     assert max(others) > 0
 
 
-def test_known_rewards_that_are_too_few_are_an_error():
-    run = Run(OverSampling(known_rewards=lambda **_: [1.0]))
-    with pytest.raises(InvalidRequestError, match="known_rewards must return 4 rewards or None"):
+@pytest.mark.parametrize("given", [[1.0], None])
+def test_known_rewards_that_are_none_or_too_few_are_an_error(given):
+    def known(**_):
+        return given
+
+    run = Run(OverSampling(known_rewards=known))
+    with pytest.raises(InvalidConfigError, match="function known must return 4 numbers or None"):
         run.train()
 
 

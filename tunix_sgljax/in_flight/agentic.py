@@ -27,6 +27,7 @@ from tunix_sgljax.in_flight.policy_versions import (
     PolicyVersions,
 )
 from tunix_sgljax.in_flight.trajectories import VersionedCollectEngine
+from tunix_sgljax.reward_functions import all_checked
 from tunix_sgljax.rollout import SglJaxRollout
 
 WEIGHT_UPDATES = ("in_flight", "drain")
@@ -100,7 +101,7 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
         super().__init__(
             rl_cluster,  # by position: its name differs between releases of Tunix
             algo_config,
-            reward_fns=reward_fns,
+            reward_fns=all_checked(reward_fns),
             chat_parser=chat_parser,
             metric_fns=metric_fns,
             agent_class=agent_class,

@@ -24,6 +24,7 @@ from tunix_sgljax.long_tail.config import OverSampling
 from tunix_sgljax.long_tail.feed import ROW, PromptFeed, Row
 from tunix_sgljax.long_tail.groups import GroupsInFlight, to_output
 from tunix_sgljax.padding import right_pad
+from tunix_sgljax.reward_functions import all_checked
 from tunix_sgljax.rollout import SglJaxRollout
 
 _TRAIN = tunix_cluster.Mode.TRAIN
@@ -94,7 +95,7 @@ class OverSamplingGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
         super().__init__(
             rl_cluster,  # by position: its name differs between releases of Tunix
             algo_config,
-            reward_fns=reward_fns,
+            reward_fns=all_checked(reward_fns),
             metric_fns=metric_fns,
             data_shuffle_seed=data_shuffle_seed,
         )

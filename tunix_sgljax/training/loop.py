@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,10 +18,12 @@ from tunix_sgljax.observability.rollout_metrics import log_rollout_metrics
 from tunix_sgljax.observability.timeline import Timeline
 from tunix_sgljax.training.cluster import (
     check_sections,
+    make_algorithm,
     make_cluster,
     make_learner,
     make_meshes,
     make_optimizers,
+    make_over_sampling,
     rollout_engine,
 )
 from tunix_sgljax.training.lora import check_resume, keep_lora_settings
@@ -29,7 +32,7 @@ from tunix_sgljax.training.models import ModelSpec, find_model, load_tokenizer
 from tunix_sgljax.training.report import EvalRecord, StepRecord, StepRecorder, write_json
 from tunix_sgljax.training.rollouts import TimedRollout
 from tunix_sgljax.training.schema import TrainConfig
-from tunix_sgljax.training.task import Task, batches, load_task, to_batch
+from tunix_sgljax.training.task import GIVEN, Task, batches, check_call, load_task
 
 _SKIPPED_STEPS = 1
 """Steps of a run before the one that a timeline records: the first ones compile."""
@@ -76,7 +79,20 @@ def prepare(config: TrainConfig) -> Prepared:
     check_resume(config, spec)
     memory = estimate_memory(config, spec, mesh, make_optimizers(config))
     tokenizer = load_tokenizer(config)
-    return Prepared(spec, tokenizer, load_task(config.task, tokenizer), memory)
+    task = load_task(config.task, tokenizer)
+    _check_calls(config, task)
+    return Prepared(spec, tokenizer, task, memory)
+
+
+def _check_calls(config: TrainConfig, task: Task) -> None:
+    """Refuses reward functions that cannot be called as Tunix and over-sampling call them."""
+    fields = [field.name for field in dataclasses.fields(make_algorithm(config))]
+    for function in task.reward_fns:
+        check_call("task.reward_functions:", task, function, GIVEN, fields)
+    over_sampling = make_over_sampling(config)
+    if over_sampling is not None and over_sampling.known_rewards is not None:
+        given = ("prompts", "completions", "finished", "trajectory_ids")
+        check_call("over_sampling.known_rewards:", task, over_sampling.known_rewards, given)
 
 
 def run(
@@ -119,7 +135,7 @@ def run(
     worker, task = cluster.rollout, prepared.task
     assert isinstance(worker, TimedRollout)
     try:
-        learner = make_learner(config, cluster, task.reward_fns)
+        learner = make_learner(config, cluster, task)
         done = cluster.actor_trainer.train_steps // config.updates_per_step
         cluster.global_steps = done  # Tunix's last checkpoint of a run does not hold it
         cluster.with_external_metrics_logger(recorder.add_metrics)
@@ -129,8 +145,8 @@ def run(
             tracer.record_steps(cluster, timeline, first_step=done + _SKIPPED_STEPS, num_steps=1)
         recorder.start(done + 1)
         if done < config.num_steps:
-            rows, size = task.eval_rows, config.batch_size
-            held_out = [to_batch(rows[i : i + size]) for i in range(0, len(rows), size)]
+            numbers, size = range(len(task.eval_rows)), config.batch_size
+            held_out = [task.eval_batch(numbers[i : i + size]) for i in numbers[::size]]
             learner.train(_TrainingData(config, task, should_stop), held_out or None)
         was_stopped = done + len(recorder.records) < config.num_steps
         if task.eval_rows and not was_stopped:
@@ -157,10 +173,10 @@ def _check_timeline(config: TrainConfig) -> None:
 
 def evaluate(cluster: RLCluster, task: Task) -> float:
     """The mean reward of one completion for each held-out row, as `eval_rollout_config` samples."""
-    batch = to_batch(task.eval_rows)
-    prompts = [str(prompt) for prompt in batch.pop("prompts")]
+    columns = task.eval_batch(range(len(task.eval_rows)))
+    prompts = [str(prompt) for prompt in columns.pop("prompts")]
     completions = cluster.generate(prompts, mode=Mode.EVAL).text
-    columns = {name: list(values) for name, values in batch.items()}
+    columns |= {"mode": str(Mode.EVAL), "trajectory_ids": [f"{i}_0" for i in range(len(prompts))]}
     rewards = [
         np.asarray(function(prompts=prompts, completions=completions, **columns), np.float64)
         for function in task.reward_fns
