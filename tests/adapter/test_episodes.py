@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -148,13 +149,13 @@ FULL, FREE = PER_STEP * GROUP, 8 * PER_STEP * GROUP
 """A pool that a step fills, and one that is never full."""
 
 
-def places(*fast: tuple[str, int]) -> list[Any]:
-    """All places with both pools: some fast, those with a free pool in CI, the rest in the soak."""
+def places(fast: Sequence[str], slow: Sequence[str]) -> list[Any]:
+    """All places with both pools; those of the faster tiers with a free pool, where Tunix hangs."""
     both = [(where, pool) for where in WHERE for pool in (FULL, FREE)]
-    return tiered(both, fast, [each for each in both if each[1] == FREE])
+    return tiered(both, *([(where, FREE) for where in names] for names in (fast, slow)))
 
 
-@pytest.mark.parametrize("place", places(("step", FREE)), ids=str)
+@pytest.mark.parametrize("place", places(["step"], ["init", "reset", "agent"]), ids=str)
 def test_the_training_ends_with_the_error(make_trained, place):
     where, concurrency = place
     for error in ERRORS:
@@ -165,7 +166,7 @@ def test_the_training_ends_with_the_error(make_trained, place):
         assert "in an episode" in raised.__notes__[-1]
 
 
-@pytest.mark.parametrize("place", places(), ids=str)
+@pytest.mark.parametrize("place", places([], ["step", "close"]), ids=str)
 def test_the_training_goes_on_without_the_group(make_trained, place):
     where, concurrency = place
     for error in ERRORS:

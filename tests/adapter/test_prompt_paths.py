@@ -36,9 +36,15 @@ def masked_ids(tokenizer: Any, text: str) -> list[int]:
     return padded[int(np.argmax(padded != tokenizer.pad_id())) :].tolist()
 
 
-def encode(tokenizer: Any, prompt: Any, **options: Any) -> list[int]:
-    arguments: dict[str, Any] = {"name": "prompts[4]", "max_model_len": 40, "render": _no_template}
-    return PromptEncoder(tokenizer).encode(prompt, CONFIG, **(arguments | options))
+LIMIT = 40
+"""Most tokens of a prompt and its answer."""
+
+
+def encode(tokenizer: Any, prompt: Any, *, render: Any = None) -> list[int]:
+    encoder = PromptEncoder(tokenizer)
+    return encoder.encode(
+        prompt, CONFIG, name="prompts[4]", max_model_len=LIMIT, render=render or _no_template
+    )
 
 
 def _no_template(_messages: Any) -> list[int]:
