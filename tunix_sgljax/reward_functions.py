@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from sgljax_engine import InvalidConfigError
@@ -72,7 +73,7 @@ def to_list(
     if may_be_open:
         name += " or None"
     is_many = isinstance(rewards, Iterable) and not isinstance(rewards, (str, bytes, Mapping))
-    if not is_many or (hasattr(rewards, "ndim") and rewards.ndim == 0):
+    if not is_many or (isinstance(rewards, (np.ndarray, jax.Array)) and rewards.ndim == 0):
         raise InvalidConfigError(f"{name}, a list of them, got {rewards!r:.80}")
     values = list(rewards)
     if len(values) != count:

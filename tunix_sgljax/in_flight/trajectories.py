@@ -163,7 +163,8 @@ class VersionedCollectEngine(TrajectoryCollectEngine):
                 )
             return
         steps = self.agent.trajectory.steps[:number]
-        parts = [strip_prompt(np.asarray(self.agent.trajectory.prompt_tokens).tolist(), pad_id)]
+        trajectory: Any = self.agent.trajectory  # Tunix adds the tokens to the object
+        parts = [strip_prompt(np.asarray(trajectory.prompt_tokens).tolist(), pad_id)]
         parts += [
             np.asarray(tokens).tolist()
             for step in steps
