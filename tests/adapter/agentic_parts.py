@@ -153,7 +153,12 @@ def make_cluster(
 
 
 def make_learner(
-    cluster: Any, *, config: dict[str, Any] | None = None, parser: Any = None, **options: Any
+    cluster: Any,
+    *,
+    config: dict[str, Any] | None = None,
+    parser: Any = None,
+    rewards: Any = None,
+    **options: Any,
 ) -> Any:
     """A learner of the cluster."""
     fields = {
@@ -166,7 +171,7 @@ def make_learner(
     return AgenticGrpoLearner(
         cluster,
         GRPOConfig(**(fields | (config or {}))),
-        [reward],
+        rewards or [reward],
         chat_parser=parser or Parser(),
         **options,
     )

@@ -26,7 +26,9 @@ from tests.adapter.grpo_parts import (
     rollout_config,
 )
 from tests.adapter.helpers import params_of
+from tests.devices import run_python
 from tests.geometry import SMALL
+from tests.threads import LIMIT_S
 from tunix_sgljax import OverSampling, OverSamplingGrpoLearner, SglJaxRollout
 from tunix_sgljax.in_flight.outputs import PreparedOutputs, VersionedRolloutOutput
 from tunix_sgljax.long_tail.feed import ROW, PromptFeed
@@ -56,7 +58,7 @@ class TestFeed:
     def test_prompts_taken_early_are_owed_until_the_end(self):
         feed = PromptFeed(self.batches())
         assert next(feed)[ROW].tolist() == [0, 1]
-        assert [row["prompts"] for row in feed.take_early(1, is_owed=True)] == ["p2"]
+        assert [row.number for row in feed.take_early(1, is_owed=True)] == [2]
         assert [batch[ROW].tolist() for batch in feed] == [[3, 4], [5, 2]]
 
     def test_prompts_that_are_used_up_do_not_come_again(self):
@@ -295,9 +297,13 @@ def test_groups_with_known_rewards_end_early_without_advantage():
     assert max(others) > 0
 
 
-def test_known_rewards_that_are_too_few_are_an_error():
-    run = Run(OverSampling(known_rewards=lambda **_: [1.0]))
-    with pytest.raises(InvalidRequestError, match="known_rewards must return 4 rewards or None"):
+@pytest.mark.parametrize("given", [[1.0], None])
+def test_known_rewards_that_are_none_or_too_few_are_an_error(given):
+    def known(**_):
+        return given
+
+    run = Run(OverSampling(known_rewards=known))
+    with pytest.raises(InvalidConfigError, match="function known must return 4 numbers or None"):
         run.train()
 
 
@@ -310,19 +316,19 @@ def test_without_more_groups_it_is_tunix_learner():
     assert check_ages(run, max_age=0) == (0, False)
 
 
-@pytest.mark.soak
-def test_micro_batches_and_evaluation_between_carried_groups():
-    """Tunix's calls are smaller than a step, and an evaluation comes before each update."""
-    run = Run(OverSampling(factor=2.0, max_age=2))
-    training = run.cluster.cluster_config.training_config
-    training.train_micro_batch_size = training.rollout_micro_batch_size = 1
-    training.compute_logps_micro_batch_size = 1
-    training.eval_every_n_steps = 1
-    evaluated = make_data()[:1]
-    run.train(make_data(), evaluated)
-    assert sorted(map(str, run.rewarded)) == all_prompts()
-    assert run.num_evaluated
-    check_ages(run, max_age=2)
+@pytest.mark.parametrize(
+    ("num_steps", "seed", "unfinished"),
+    [
+        pytest.param(6, 1, "carry", marks=pytest.mark.slow),
+        pytest.param(200, 2, "carry", marks=pytest.mark.soak),
+        pytest.param(200, 3, "abort", marks=pytest.mark.soak),
+        pytest.param(200, 4, "drop", marks=pytest.mark.soak),
+    ],
+)
+def test_two_meshes_with_micro_batches_and_evaluation(num_steps, seed, unfinished):
+    """A step and an evaluation need the engine at once, under random yields at each lock."""
+    script = "tests.adapter.over_sampled_on_two_meshes"
+    run_python("-m", script, num_steps, seed, unfinished, num_devices=2, limit_s=2 * LIMIT_S)
 
 
 def test_a_failure_in_a_reward_leaves_the_engine_free():

@@ -52,7 +52,11 @@ class TestGate:
         for first in (0, 2):
             prompts.put({"prompts": np.arange(first, first + 2)})
         prompts.put(None)
-        return PromptGate(prompts, num_open, lambda: 7)
+
+        def divide(batch):
+            return ({"prompts": batch["prompts"][row : row + 1]} for row in range(2))
+
+        return PromptGate(prompts, num_open, lambda: 7, divide)
 
     def test_opens_and_ends_after_the_last_prompt(self):
         gate: Any = self.gate(3)

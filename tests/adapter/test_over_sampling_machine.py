@@ -7,24 +7,29 @@ which gives its requests tokens at a pace that the machine chooses: hundreds of 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 import types
+from collections.abc import Sequence
+from concurrent.futures import CancelledError
 from typing import Any
 
 import hypothesis
 import numpy as np
+import pytest
 from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
-from tests.threads import LIMIT_S
+from tests.threads import LIMIT_S, start, wait_for
 from tunix_sgljax import OverSampling
 from tunix_sgljax.long_tail.asking import GroupSource
+from tunix_sgljax.long_tail.columns import join_rows, repeated
 from tunix_sgljax.long_tail.early_ends import sample_group
-from tunix_sgljax.long_tail.feed import ROW, PromptFeed
-from tunix_sgljax.long_tail.groups import GroupsInFlight, merge_columns
+from tunix_sgljax.long_tail.feed import ROW, PromptFeed, Row
+from tunix_sgljax.long_tail.groups import GroupsInFlight
 from tunix_sgljax.observability.observers import RolloutObservers
 
 NUM_SAMPLES = 2
@@ -61,8 +66,8 @@ class ModelRollout:
         self._requests: dict[str, Request] = {}
         self._names = itertools.count()
 
-    def encode(self, text: str) -> list[int]:
-        return [int(text)]
+    def encode(self, prompt: str, config: Any, *, name: str) -> list[int]:
+        return [int(prompt)]
 
     def request_params(self, config: Any) -> Any:
         return config
@@ -119,6 +124,53 @@ def test_a_group_ends_early_once_its_rewards_are_known_and_equal():
         assert asyncio.run(group).ended_early == (rewards == [1.0, 1.0])
 
 
+def columns_of(rows: Sequence[Row]) -> dict[str, Any]:
+    columns = join_rows([row.columns for row in rows])
+    return repeated(columns, NUM_SAMPLES, lambda example: [""] * len(example["row"]), None)
+
+
+def ask(groups: GroupsInFlight, number: int) -> None:
+    columns = {"prompts": np.array([str(number)]), "row": np.array([number])}
+    groups.ask(Row(number, columns), RolloutConfig())
+
+
+def stalled(over_sampling: OverSampling) -> tuple[ModelRollout, GroupsInFlight]:
+    """Groups of a rollout that gives no tokens yet."""
+    rollout: Any = ModelRollout(seed=0)
+    rollout.pace = 0.0
+    return rollout, GroupsInFlight(rollout, over_sampling, NUM_SAMPLES, columns_of)
+
+
+def test_the_end_of_an_evaluation_does_not_pause_a_step_that_waits():
+    rollout, groups = stalled(OverSampling(factor=1.0))
+    ask(groups, 1)
+    with groups.running():  # a step on another thread
+        with groups.running():
+            assert not rollout.is_paused
+        assert not rollout.is_paused
+    assert rollout.is_paused
+    with groups.running():
+        assert not rollout.is_paused
+        taken = start(lambda: groups.take(1))
+        rollout.pace = 1.0
+        assert len(taken.result(LIMIT_S)) == 1
+        assert not rollout.is_paused
+    assert not rollout.is_paused  # nothing is left to pause
+    groups.close()
+
+
+def test_a_step_that_waits_ends_when_the_training_does():
+    rollout, groups = stalled(OverSampling(factor=1.0))
+    ask(groups, 1)
+    taken = start(lambda: groups.take(1))
+    wait_for(lambda: rollout.num_live > 0)
+    groups.close()
+    assert isinstance(taken.exception(LIMIT_S), CancelledError)
+    with pytest.raises(CancelledError, match="the groups were ended"):
+        ask(groups, 2)
+    assert (rollout.num_live, rollout.is_paused) == (0, False)
+
+
 class OverSamplingMachine(RuleBasedStateMachine):
     """Every prompt is trained on once, or is told as dropped; tokens are not older than allowed."""
 
@@ -142,33 +194,37 @@ class OverSamplingMachine(RuleBasedStateMachine):
         self.batch_size, self.num_prompts = batch_size, batch_size * num_batches
         numbers = np.arange(self.num_prompts).reshape(num_batches, batch_size)
         self.feed = PromptFeed({"prompts": each.astype(str), "row": each} for each in numbers)
-        self.groups = GroupsInFlight(self.rollout, self.config)
-        self.source = GroupSource(self.feed, self.groups, NUM_SAMPLES)
+        self.groups = GroupsInFlight(self.rollout, self.config, NUM_SAMPLES, columns_of)
+        self.source = GroupSource(self.feed, self.groups)
         self.trained: list[int] = []
         self.num_steps = self.num_dropped = 0
         self.is_over = self.has_stepped = False
 
     @precondition(lambda self: not self.is_over)
-    @rule(pace=st.sampled_from([1.0, 0.5, 0.1]))
-    def step(self, pace):
-        """What Tunix does in a step, up to the weight update."""
+    @rule(pace=st.sampled_from([1.0, 0.5, 0.1]), is_evaluated=st.booleans())
+    def step(self, pace, is_evaluated):
+        """What Tunix does in a step, up to the weight update; an evaluation may outlast it."""
         self.rollout.pace = pace
+        with contextlib.ExitStack() as evaluation:
+            if is_evaluated:
+                evaluation.enter_context(self.groups.running())
+            self._step()
+
+    def _step(self):
         batch = next(self.feed, None)
         if batch is None:
             self.is_over = True
             return
-        columns: dict[str, Any] = {
-            name: np.repeat(values, NUM_SAMPLES, axis=0) for name, values in batch.items()
-        }
-        columns["trajectory_ids"] = [str(row) for row in columns[ROW]]
-        count = self.source.ask(columns, RolloutConfig())
+        numbers = batch[ROW].tolist()
+        count = len(numbers)
+        self.source.ask(numbers, RolloutConfig())
         assert count == self.batch_size
         assert len(self.groups) <= max(self.config.num_asked(count), count)
         taken = self.groups.take(count)
         assert len(taken) == count
         for group in taken:
             self.check(group)
-        self.trained += merge_columns(taken)["row"][::NUM_SAMPLES].tolist()
+        self.trained += columns_of([group.row for group in taken])["row"][::NUM_SAMPLES].tolist()
         self.num_dropped += 0 if self.config.keeps_prompts else self.groups.num_ended
         self.num_steps += 1
         self.has_stepped = True
@@ -176,7 +232,7 @@ class OverSamplingMachine(RuleBasedStateMachine):
     def check(self, group):
         """A trained group is whole, or ended early; its tokens are in order and young."""
         version, sampled = self.rollout.weight_version, group.future.result()
-        number = int(group.columns["row"][0])
+        number = group.row.number
         assert sampled.ended_early <= (number % 3 == 0 and self.config.known_rewards is not None)
         for output in sampled.outputs:
             versions = output.token_weight_versions
@@ -213,7 +269,7 @@ class OverSamplingMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_trained_twice(self):
         assert len(self.trained) == self.num_steps * self.batch_size
-        rows = self.trained + [int(group.columns["row"][0]) for group in self.groups._groups]
+        rows = self.trained + [group.row.number for group in self.groups._groups]
         assert len(set(rows)) == len(rows)
 
     @invariant()
@@ -232,7 +288,7 @@ class OverSamplingMachine(RuleBasedStateMachine):
 
     def teardown(self):
         while not self.is_over:
-            self.step(1.0)
+            self.step(1.0, False)
             if not self.is_over:
                 self.update_weights()
         if self.config.keeps_prompts:

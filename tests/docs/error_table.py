@@ -76,7 +76,7 @@ from tunix_sgljax.exactness.trainer_match import TrainerMatch
 from tunix_sgljax.lora import find_lora
 from tunix_sgljax.mappings import WeightMapper
 from tunix_sgljax.model_config import to_model_config
-from tunix_sgljax.rollout.generating import PromptEncoder
+from tunix_sgljax.rollout.prompts import PromptEncoder
 from tunix_sgljax.rollout_config.checks import FieldChecker, check_fields
 from tunix_sgljax.rollout_config.engine_options import (
     ask_options,

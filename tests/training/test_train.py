@@ -136,6 +136,28 @@ def test_bad_over_sampling_is_refused(tmp_path, capsys, override, message):
 
 
 @pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["task.reward_functions=[tiny_task:lacks_columns]"],
+            "it does not take ['answer', 'mode', 'trajectory_ids']: add **columns",
+        ),
+        (
+            ["task.reward_functions=[tiny_task:needs_another]"],
+            "task.reward_functions: needs_another is called with the keywords ['answer', ",
+        ),
+        (
+            ["over_sampling.known_rewards=tiny_task:needs_another"],
+            "it needs ['solution'], which it is not given",
+        ),
+    ],
+)
+def test_functions_that_cannot_be_called_fail_the_dry_run(tmp_path, capsys, overrides, message):
+    assert train(write_config(tmp_path), *overrides, "--dry-run") == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
         ("rollout_engine=vanilla", "a timeline is of the engine 'sgljax'"),

@@ -52,6 +52,16 @@ def share_of_even(prompts, completions, answer, **_):
     return [sum(int(word) % 2 == 0 for word in row) / (len(row) or 1) for row in words]
 
 
+def lacks_columns(prompts, completions):
+    """Cannot be called with columns."""
+    return share_of_even(prompts, completions, prompts)
+
+
+def needs_another(completions, solution, **_):
+    """Cannot be called without a column that there is not."""
+    return [float(text == each) for text, each in zip(completions, solution, strict=True)]
+
+
 def nothing_known(completions, **_):
     """Ends no group early."""
     return [None for _ in completions]

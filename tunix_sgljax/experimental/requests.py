@@ -18,7 +18,7 @@ from tunix.experimental.rollout.sampler import (  # pyright: ignore[reportMissin
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from sgljax_engine import InvalidRequestError, RequestOutput
-from tunix_sgljax.rollout import SglJaxRollout
+from tunix_sgljax.rollout.prompts import is_conversation, is_ids
 from tunix_sgljax.sampling import pick_logprobs
 
 _FIELDS = {
@@ -49,7 +49,7 @@ def as_requests(given: Any) -> tuple[list[SamplingRequest], bool]:
     """
     if isinstance(given, SamplingRequest):
         return [given], True
-    if isinstance(given, str) or _is_ids(given) or _is_chat(given):
+    if isinstance(given, str) or is_ids(given) or is_conversation(given):
         return [SamplingRequest(prompt=given)], True
     if not isinstance(given, Sequence):
         raise InvalidRequestError(
@@ -59,38 +59,6 @@ def as_requests(given: Any) -> tuple[list[SamplingRequest], bool]:
     return [
         x if isinstance(x, SamplingRequest) else SamplingRequest(prompt=x) for x in given
     ], False
-
-
-def _is_ids(prompt: Any) -> bool:
-    if isinstance(prompt, np.ndarray):
-        return prompt.ndim == 1 and np.issubdtype(prompt.dtype, np.integer)
-    is_list = isinstance(prompt, (list, tuple)) and len(prompt) > 0
-    return is_list and all(isinstance(x, (int, np.integer)) for x in prompt)
-
-
-def _is_chat(prompt: Any) -> bool:
-    is_list = isinstance(prompt, (list, tuple)) and len(prompt) > 0
-    return is_list and all(isinstance(x, Mapping) for x in prompt)
-
-
-def prompt_ids(rollout: SglJaxRollout, prompt: Any) -> list[int]:
-    """Token ids of a prompt: a text, token ids, a message or a conversation.
-
-    Raises:
-        InvalidRequestError: for anything else, and for a conversation without a chat template.
-    """
-    if isinstance(prompt, str):
-        return rollout.encode(prompt)
-    if _is_ids(prompt):
-        return [int(token) for token in prompt]
-    if isinstance(prompt, Mapping):
-        prompt = [prompt]
-    if _is_chat(prompt):
-        return rollout.engine.apply_chat_template(prompt)
-    raise InvalidRequestError(
-        "prompt must be a text, a list of token ids or a conversation (a list of messages), got "
-        f"{prompt!r:.80}"
-    )
 
 
 class RoutedOptions(NamedTuple):

@@ -196,10 +196,14 @@ class SglJaxSampler:
         if not wanted:
             return []
         rollout = self._rollout
-        ids = [requests.prompt_ids(rollout, request.prompt) for request in wanted]
         configs = [
             requests.request_config(rollout.rollout_config, request.sampling_params, kwargs)
             for request in wanted
+        ]
+        names = ["prompt"] if is_single else [f"prompts[{row}]" for row in range(len(wanted))]
+        ids = [
+            rollout.encode(request.prompt, config, name=name)
+            for name, request, config in zip(names, wanted, configs, strict=True)
         ]
         routed = [
             requests.routed_options(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import Callable, Generator, Sequence
+import functools
+import logging
+import threading
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +23,15 @@ from tunix.rl.agentic.pipeline.rollout_orchestrator import RolloutOrchestrator
 from tunix.rl.agentic.utils import right_pad
 
 from sgljax_engine import InvalidConfigError
+from tunix_sgljax.in_flight.episodes import (
+    FAILED_EPISODES,
+    EpisodeError,
+    EpisodeRules,
+    cancel_others,
+    contained,
+    describe_difference,
+    unmade,
+)
 from tunix_sgljax.in_flight.outputs import VersionedRolloutOutput
 from tunix_sgljax.in_flight.policy_versions import (
     NO_VERSION,
@@ -27,9 +40,15 @@ from tunix_sgljax.in_flight.policy_versions import (
     PolicyVersions,
 )
 from tunix_sgljax.in_flight.trajectories import VersionedCollectEngine
+from tunix_sgljax.reward_functions import all_checked
 from tunix_sgljax.rollout import SglJaxRollout
 
+logger = logging.getLogger(__name__)
+
 WEIGHT_UPDATES = ("in_flight", "drain")
+
+_END_LIMIT_S = 30.0
+"""For tasks that are cancelled to end; none waits for an environment's thread."""
 
 _TRAIN = tunix_cluster.Mode.TRAIN
 
@@ -59,7 +78,9 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
     `policy_version` of a train example is the oldest policy of the sequence's tokens. Metrics of
     the examples of each step: `weight_lag/mean` and `/max` (policies between sampling a token and
     training on it, before masking), `weight_lag/masked_fraction`, and `weight_lag/mixed_fraction`
-    (sequences that more than one policy sampled).
+    (sequences that more than one policy sampled); `episodes/failed_groups`, and
+    `episodes/retokenized_turns` (the share of later turns sampled from other tokens than those
+    before them in the trained sequence, since the conversation was tokenised again).
     """
 
     def __init__(
@@ -76,8 +97,10 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
         *,
         weight_updates: str = "in_flight",
         max_token_lag: int | None = None,
+        failed_episodes: str = "raise",
+        mask_retokenized: bool = False,
     ) -> None:
-        """Takes the arguments of Tunix's learner and two more options.
+        """Takes the arguments of Tunix's learner and four more options.
 
         Args:
             rl_cluster: Cluster with a SglJaxRollout.
@@ -92,15 +115,25 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
             weight_updates: "in_flight", or "drain" for Tunix's own lock.
             max_token_lag: Mask a token out of the loss if its policy is more than this many
                 versions older than the one being trained; None masks none.
+            failed_episodes: What a failure of an episode does: of its environment, agent, model
+                call or reward of the environment, or a reset beyond `episode_timeout`. "raise" ends
+                the training with that error. "drop" goes on with the group masked out of the loss,
+                and ends only if as many groups in a row fail as a step has, at least two.
+            mask_retokenized: Mask turns out of the loss that were sampled from other tokens than
+                those before them in the trained sequence.
 
         Raises:
             InvalidConfigError: names the option and its value.
         """
         rollout = _check_options(rl_cluster, algo_config, weight_updates, max_token_lag)
+        if failed_episodes not in FAILED_EPISODES:
+            raise InvalidConfigError(
+                f"failed_episodes must be one of {FAILED_EPISODES}, got {failed_episodes!r}"
+            )
         super().__init__(
             rl_cluster,  # by position: its name differs between releases of Tunix
             algo_config,
-            reward_fns=reward_fns,
+            reward_fns=all_checked(reward_fns),
             chat_parser=chat_parser,
             metric_fns=metric_fns,
             agent_class=agent_class,
@@ -111,11 +144,53 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
         self._cluster = rl_cluster
         self._versioned_rollout = rollout
         self._max_token_lag = max_token_lag
+        self._drops_failed = failed_episodes == "drop"
+        self._masks_retokenized = mask_retokenized
+        self._failure: EpisodeError | None = None
+        self._num_failed = self._num_failed_in_row = 0  # groups
+        self._turns: list[tuple[int, int]] = []  # of an episode: later ones, tokenised again
+        self._training_thread: int | None = None
+        self._has_warned = False
+        self._prompt_queue: Any = None
         self._lags: list[dict[str, float]] = []  # of this step's examples; training thread
         self._versions = PolicyVersions(rollout.weight_version, self.policy_version)
         inner = InFlightSyncLock() if weight_updates == "in_flight" else self._rollout_sync_lock
         # Tunix needs only the four methods.
         self._rollout_sync_lock = AnnouncedSyncLock(inner, self._announce_sync)
+
+    def train(
+        self,
+        train_dataset: Iterable[dict[str, Any]],
+        eval_dataset: Iterable[dict[str, Any]] | None = None,
+        skip_jit: bool = False,
+    ) -> None:
+        """Trains as Tunix's learner does; ends with the error of an episode that fails.
+
+        Raises:
+            BaseException: what an episode raised, with a note of what raised it.
+        """
+        self._training_thread = threading.get_ident()
+        try:
+            super().train(train_dataset, eval_dataset, skip_jit)
+        except EpisodeError as failure:
+            self._failure = self._failure or failure
+        finally:
+            self._end_episodes()
+        failure, self._failure = self._failure, None
+        if failure is not None and not self._drops_failed:
+            failure.error.add_note(f"raised by {failure.what} in an episode")
+            raise failure.error
+
+    def _end_episodes(self) -> None:
+        """Ends what an error left behind; at the end of a whole training there is nothing."""
+        if self._prompt_queue is None:
+            return
+        self._prompt_queue.put(None)  # a thread may wait for the next batch
+        ended = asyncio.run_coroutine_threadsafe(cancel_others(), self.loop)
+        try:
+            ended.result(_END_LIMIT_S)
+        except TimeoutError:
+            logger.error("episodes of a training that has ended do not end")
 
     def _announce_sync(self) -> None:
         """Announces that the engine's next weights are the next policy; on the training thread.
@@ -125,6 +200,17 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
         """
         self._versions.announce(self._versioned_rollout.weight_version + 1, self.policy_version + 1)
         lags, self._lags = self._lags, []
+        num_failed, self._num_failed = self._num_failed, 0
+        turns, self._turns = self._turns, []
+        num_later, num_retokenized = np.sum([(0, 0), *turns], axis=0)
+        self._cluster.buffer_metrics_async(
+            {
+                "episodes/failed_groups": (num_failed, np.sum),
+                "episodes/retokenized_turns": (num_retokenized / max(num_later, 1), np.mean),
+            },
+            mode=_TRAIN,
+            step=self._cluster.global_steps,
+        )
         if lags:
             reduce = {"weight_lag/max": np.max}
             self._cluster.buffer_metrics_async(
@@ -140,8 +226,54 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
 
     def _build_orchestrator(self) -> RolloutOrchestrator:
         orchestrator = super()._build_orchestrator()
-        orchestrator.engine_cls = VersionedCollectEngine
+        rollout = self._versioned_rollout
+        rules = EpisodeRules(
+            drops_failed=self._drops_failed,
+            masks_retokenized=self._masks_retokenized,
+            pad_id=rollout.pad_id(),
+            max_prompt_length=rollout.rollout_config.max_prompt_length,
+            policy_version=lambda: self.policy_version,
+            failed=functools.partial(self._note_failure, orchestrator),
+            retokenized=self._note_retokenized,
+        )
+        engine: Any = functools.partial(VersionedCollectEngine, rules=rules)
+        orchestrator.engine_cls = engine  # Tunix only calls it
         return orchestrator
+
+    async def _note_failure(
+        self, orchestrator: RolloutOrchestrator, failure: EpisodeError, group: Any
+    ) -> None:
+        """Hands an episode's failure on: Tunix looks at it only when its pool is full."""
+        self._failure = failure if self._drops_failed else self._failure or failure
+        if self._drops_failed:
+            logger.warning("group %s is dropped: %s", group, failure, exc_info=failure.error)
+        elif orchestrator._group_queue_manager is not None:
+            await orchestrator._group_queue_manager.put_exception(failure)
+
+    def _note_retokenized(self, turn: int, trained: Sequence[int], found: Sequence[int]) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        logger.warning(
+            "turn %d of an episode was sampled from other tokens than those before it in the "
+            "sequence that is trained on, %s: the chat parser's text, tokenised again, gives other "
+            "ids. Log-probs of such turns are of another context; mask_retokenized=True masks "
+            "them, and the metric episodes/retokenized_turns counts them",
+            turn + 1,
+            describe_difference(trained, found),
+        )
+
+    def _create_agent_env_pair(self, single_example: Any, group_id: int, pair_index: int) -> Any:
+        make = contained(super()._create_agent_env_pair, "making an agent and its environment")
+        try:
+            return make(single_example, group_id, pair_index)
+        except (EpisodeError, TimeoutError) as error:
+            failure = error if isinstance(error, EpisodeError) else EpisodeError(error, "making")
+            return unmade(single_example, failure, group_id=group_id, pair_index=pair_index)
+
+    async def _producer(self, orchestrator: Any, prompt_queue: Any, train_data_queue: Any) -> None:
+        self._prompt_queue = prompt_queue
+        await super()._producer(orchestrator, prompt_queue, train_data_queue)
 
     def _model_call(
         self,
@@ -176,17 +308,49 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
     ) -> list[tunix_grpo.TrainExample]:
         """Runs on the loop's thread, or on the training thread if that computes log-probs."""
         rows = [self._versions.translate(item.traj["token_versions"]) for item in trajectories]
+        if mode == _TRAIN:
+            self._turns += [
+                (max(item.traj["num_turns"] - 1, 0), item.traj["num_retokenized"])
+                for item in trajectories
+            ]
+            self._mask_failed(trajectories)
         for item, row in zip(trajectories, rows, strict=True):
             sampled = row[row != NO_VERSION]
             if sampled.size:  # else Tunix's own value: the policy at the last call
                 item.traj["policy_version"] = int(sampled.min())
-        examples = super()._process_results(trajectories, mode, expected_step)
+        process = super()._process_results
+        if threading.get_ident() != self._training_thread:
+            process = contained(process, "a reward function")
+        examples = process(trajectories, mode, expected_step)
         width = self.algo_config.max_response_length
         versions_BC = np.stack([right_pad(row, width, NO_VERSION) for row in rows])
         versioned = [_with_versions(example, versions_BC) for example in examples]
         if mode == _TRAIN and self._process_in_consumer:
             return [self._admit(example) for example in versioned]
         return list(versioned)
+
+    def _mask_failed(self, trajectories: list[Any]) -> None:
+        """Masks all episodes of groups in which one failed.
+
+        Raises:
+            EpisodeError: when as many groups in a row failed as a step has.
+        """
+        failed = {item.group_id for item in trajectories if item.traj.get("has_failed")}
+        for group in dict.fromkeys(item.group_id for item in trajectories):
+            self._num_failed += group in failed
+            self._num_failed_in_row = self._num_failed_in_row + 1 if group in failed else 0
+            if self._num_failed_in_row >= max(2, self._full_batch_size):
+                assert self._failure is not None
+                self._drops_failed = False  # the training ends with it
+                raise self._failure
+        others = [item for item in trajectories if not item.traj.get("has_failed")]
+        for item in trajectories:
+            if item.traj.get("has_failed"):  # the columns of its group, or at least their names
+                same = [other for other in others if other.group_id == item.group_id]
+                if same or others:
+                    item.traj["original_input"] = (same or others)[0].traj["original_input"]
+            if item.group_id in failed:
+                item.traj["conversation_masks"] = np.zeros_like(item.traj["conversation_masks"])
 
     def _data_consumer_batch_generator(
         self, queue: Any, batch_size: int

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from queue import Queue
 from typing import Any
 
@@ -15,6 +16,10 @@ from tunix.rl.agentic import agentic_grpo_learner as tunix_grpo
 from sgljax_engine import InvalidConfigError
 from tunix_sgljax.in_flight.agentic import AgenticGrpoLearner
 from tunix_sgljax.long_tail.config import OverSampling
+
+
+class _OnePrompt(dict[str, Any]):
+    """A batch of one prompt, as Tunix's learner divides batches."""
 
 
 class PromptGate:
@@ -31,6 +36,7 @@ class PromptGate:
         prompts: Queue[dict[str, Any] | None],
         num_open: int,
         policy_version: Callable[[], int],
+        divide: Callable[[dict[str, Any]], Iterable[dict[str, Any]]],
     ) -> None:
         """Starts to read batches of prompts; None ends them.
 
@@ -38,9 +44,11 @@ class PromptGate:
             prompts: Where Tunix puts batches.
             num_open: Prompts that may pass now.
             policy_version: Returns the policy of now.
+            divide: Divides a batch into batches of one prompt.
         """
         self.born: list[int] = []
         self._policy_version = policy_version
+        self._divide = divide
         self._changed = threading.Condition()
         self._rows: collections.deque[dict[str, Any]] = collections.deque()
         self._num_open = num_open
@@ -78,10 +86,9 @@ class PromptGate:
 
     def _read(self, prompts: Queue[dict[str, Any] | None]) -> None:
         while (batch := prompts.get()) is not None:
-            count = len(next(iter(batch.values())))
+            rows = [_OnePrompt(row) for row in self._divide(batch)]
             with self._changed:
-                for row in range(count):
-                    self._rows.append({n: values[row : row + 1] for n, values in batch.items()})
+                self._rows.extend(rows)
                 self._changed.notify_all()
         with self._changed:
             self._has_ended = True
@@ -133,9 +140,24 @@ class OverSamplingAgenticGrpoLearner(AgenticGrpoLearner):
     async def _producer(self, orchestrator: Any, prompt_queue: Any, train_data_queue: Any) -> None:
         self._first_group = self._cluster.global_steps * self._full_batch_size
         num_asked = self._config.num_asked(self._full_batch_size)
-        self._gate = PromptGate(prompt_queue, num_asked, lambda: self.policy_version)
+        self._gate = PromptGate(
+            prompt_queue, num_asked, lambda: self.policy_version, self._divide_batch
+        )
         gate: Any = self._gate  # Tunix calls `get`, and `put` at its end
         await super()._producer(orchestrator, gate, train_data_queue)
+
+    def _divide_batch(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        return super()._create_micro_batch_iterator(iter([batch]), 1)
+
+    def _create_micro_batch_iterator(
+        self, full_batch_iterator: Iterator[dict[str, Any]], micro_batch_size: int
+    ) -> Iterator[dict[str, Any]]:
+        """What has passed the gate is divided already; twice would flatten lists."""
+        first = next(full_batch_iterator, None)
+        if isinstance(first, _OnePrompt):
+            return iter([first])
+        batches = itertools.chain([] if first is None else [first], full_batch_iterator)
+        return super()._create_micro_batch_iterator(batches, micro_batch_size)
 
     def _announce_sync(self) -> None:
         super()._announce_sync()

@@ -7,8 +7,9 @@ import uuid
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from sgljax_engine import InvalidRequestError, RequestOutput, SamplingParams
+from sgljax_engine import RequestOutput, SamplingParams
 from tunix_sgljax.long_tail.config import KnownRewards
+from tunix_sgljax.reward_functions import called, to_list
 from tunix_sgljax.rollout import SglJaxRollout
 
 
@@ -41,7 +42,7 @@ async def sample_group(
         known_rewards: See `OverSampling`; None lets all samples end by themselves.
 
     Raises:
-        InvalidRequestError: when `known_rewards` returns too few rewards.
+        InvalidConfigError: when `known_rewards` returns something else than rewards; names it.
     """
     if known_rewards is None:
         outputs = await rollout.async_generate_ids([prompt_ids] * len(params), params)
@@ -109,14 +110,13 @@ class _Watch:
             self._changed.set()
 
     def _is_known(self) -> bool:
-        rewards = self._known_rewards(
+        function = self._known_rewards
+        given = called(
+            function,
             prompts=self._prompts,
             completions=list(self._texts),
             finished=list(self._finished),
             **self._columns,
         )
-        if len(rewards) != len(self._texts):
-            raise InvalidRequestError(
-                f"known_rewards must return {len(self._texts)} rewards or None, got {len(rewards)}"
-            )
+        rewards = to_list(function, given, len(self._texts), may_be_open=True)
         return None not in rewards and len(set(rewards)) == 1

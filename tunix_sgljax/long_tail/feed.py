@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from tunix_sgljax.long_tail.columns import Columns, join_rows, split_rows
 
 ROW = "over_sampling_row"
 """The column with each prompt's number in the data."""
 
-Row = dict[str, Any]
+
+class Row(NamedTuple):
+    """A prompt.
+
+    Attributes:
+        number: Its number in the data.
+        columns: Its columns, as a batch of one.
+    """
+
+    number: int
+    columns: Columns
 
 
 class PromptFeed:
@@ -30,6 +42,7 @@ class PromptFeed:
         """
         self._batches = iter(batches)
         self._rows: deque[Row] = deque()
+        self._given: dict[int, Row] = {}  # in batches, until someone asks for them
         self._owed: deque[Row] = deque()
         self._num_read = 0
         self._has_used_up = False
@@ -49,10 +62,16 @@ class PromptFeed:
             rows.append(self._owed.popleft())
         if not rows or (self._has_used_up and len(rows) < self._batch_size):
             raise StopIteration
-        return {name: np.asarray([row[name] for row in rows]) for name in rows[0]}
+        self._given.update((row.number, row) for row in rows)
+        numbers = np.array([row.number for row in rows])
+        return join_rows([row.columns for row in rows]) | {ROW: numbers}
+
+    def pop(self, number: int) -> Row:
+        """A row of a batch, by its number; once."""
+        return self._given.pop(number)
 
     def take_early(self, count: int, *, is_owed: bool) -> list[Row]:
-        """Up to `count` of the next prompts, each as a row of the columns.
+        """Up to `count` of the next prompts.
 
         Args:
             count: Most prompts to take.
@@ -75,9 +94,7 @@ class PromptFeed:
         batch = next(self._batches, None)
         if batch is None:
             return False
-        columns = {name: np.asarray(values) for name, values in batch.items()}
-        for index in range(len(columns["prompts"])):
-            row = {name: values[index] for name, values in columns.items()}
-            self._rows.append(row | {ROW: self._num_read})
+        for columns in split_rows(batch):
+            self._rows.append(Row(self._num_read, columns))
             self._num_read += 1
         return True

@@ -7,17 +7,19 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from typing import Any, TypeVar
 
-import numpy as np
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
-from sgljax_engine import EngineShutdownError, HomeProcess
+from sgljax_engine import HomeProcess
 from tunix_sgljax.in_flight.outputs import VersionedRolloutOutput
+from tunix_sgljax.long_tail.columns import Columns
 from tunix_sgljax.long_tail.config import OverSampling
 from tunix_sgljax.long_tail.early_ends import Sampled, sample_group
+from tunix_sgljax.long_tail.feed import Row
+from tunix_sgljax.long_tail.pausing import TrainerPause
 from tunix_sgljax.observability.observers import HostSpan
 from tunix_sgljax.rollout import SglJaxRollout
 
@@ -29,7 +31,7 @@ class Group:
     """The samples of one prompt.
 
     Attributes:
-        columns: The data's columns: for each sample a value, as Tunix repeats them.
+        row: The prompt.
         prompt_ids: Token ids of the prompt.
         born: The engine's weight version when it was asked for.
         asked_s: The reading of `time.perf_counter` then.
@@ -37,17 +39,12 @@ class Group:
         future: The samples.
     """
 
-    columns: Mapping[str, Any]
+    row: Row
     prompt_ids: list[int]
     born: int
     asked_s: float
     num_aborts: int
     future: Future[Sampled]
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of the group."""
-        return len(self.columns["prompts"])
 
     @property
     def ended_early(self) -> bool:
@@ -97,54 +94,74 @@ class GroupsInFlight:
     """Groups on the rollout's engine, of which a step takes the first complete ones.
 
     Between steps the engine is paused, so that the trainer has its devices alone. One thread at a
-    time.
+    time; but `running` and `close` may be called by any thread.
 
     Attributes:
         config: How many there are, and what happens to the others.
         num_ended: Groups that the last `take` dropped or aborted.
     """
 
-    def __init__(self, rollout: SglJaxRollout, config: OverSampling) -> None:
+    def __init__(
+        self,
+        rollout: SglJaxRollout,
+        config: OverSampling,
+        num_samples: int,
+        columns_of: Callable[[Sequence[Row]], Columns],
+    ) -> None:
         """Starts without groups.
 
         Args:
             rollout: Whose engine samples them.
             config: What happens to groups that are not complete.
+            num_samples: Samples of a prompt.
+            columns_of: Returns the columns that Tunix makes of rows, a value for each sample.
         """
         self.config = config
+        self._num_samples = num_samples
+        self._columns_of = columns_of
         self._rollout = rollout
         self._loop = SamplingLoop()
         self._groups: list[Group] = []
         self._aborted: list[Group] = []
-        self._is_paused = False
+        self._lock = threading.Lock()  # around the two lists and `_is_closed`
+        self._is_closed = False
+        self._pause = TrainerPause(rollout)
         self.num_ended = 0
 
     def __len__(self) -> int:
         """Groups that nobody has taken yet."""
         return len(self._groups)
 
-    def ask(self, columns: Mapping[str, Any], config: RolloutConfig, num_aborts: int = 0) -> None:
+    def ask(self, row: Row, config: RolloutConfig, num_aborts: int = 0) -> None:
         """Starts to sample a group.
 
         Args:
-            columns: The data's columns, with a value for each sample.
+            row: The prompt.
             config: Sampling settings.
             num_aborts: Times that it was aborted before.
+
+        Raises:
+            InvalidRequestError: for a prompt that the rollout refuses; names its row.
+            CancelledError: when `close` was called.
         """
-        rollout, prompts = self._rollout, columns["prompts"]
-        prompt_ids = rollout.encode(str(prompts[0]))
-        params = [rollout.request_params(config) for _ in prompts]
-        future = self._loop.submit(
-            sample_group(rollout, prompt_ids, params, columns, self.config.known_rewards)
-        )
+        rollout, known_rewards = self._rollout, self.config.known_rewards
+        columns = self._columns_of([row])
+        name = f"prompts of row {row.number}"
+        prompt_ids = rollout.encode(columns["prompts"][0], config, name=name)
+        params = [rollout.request_params(config) for _ in range(self._num_samples)]
         version, now_s = rollout.weight_version, time.perf_counter()
-        self._groups.append(Group(columns, prompt_ids, version, now_s, num_aborts, future))
+        with self._lock:
+            self._check_open()
+            future = self._loop.submit(
+                sample_group(rollout, prompt_ids, params, columns, known_rewards)
+            )
+            self._groups.append(Group(row, prompt_ids, version, now_s, num_aborts, future))
 
     def ask_again(self, config: RolloutConfig) -> None:
         """Starts to sample the groups that the last `take` aborted. Call it before `ask`."""
         aborted, self._aborted = self._aborted, []
         for group in aborted:
-            self.ask(group.columns, config, group.num_aborts + 1)
+            self.ask(group.row, config, group.num_aborts + 1)
 
     def take(self, count: int) -> list[Group]:
         """Waits for complete groups, and takes the `count` that were asked for first.
@@ -157,60 +174,57 @@ class GroupsInFlight:
             CancelledError: when `close` was called meanwhile.
         """
         with self.running():
-            while not self._is_over(count):
-                pending = [each.future for each in self._groups if not each.future.done()]
-                if not pending:  # another thread has closed this
-                    raise CancelledError("the groups were ended")
-                wait(pending, return_when=FIRST_COMPLETED)
-            taken = [group for group in self._groups if group.future.done()][:count]
-            self._groups = [group for group in self._groups if group not in taken]
-            self.num_ended = 0 if self.config.carries else len(self._groups)
-            if self.config.unfinished == "abort":
-                self._aborted = self._groups
-            if not self.config.carries:
-                self._end_all()
+            while (taken := self._take_complete(count)) is None:
+                wait(self._pending(), return_when=FIRST_COMPLETED)
         for group in taken:
             group.future.result()
             self._tell(group)
         return taken
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Lets the engine run inside the block; after it, pauses what is not complete."""
-        self._go_on()
-        try:
-            yield
-        finally:
-            if any(not group.future.done() for group in self._groups):
-                mode = self._rollout.weight_update_mode
-                self._rollout.engine.pause_generation(
-                    "in_place" if mode == "in_place" else "retract"
-                )
-                self._is_paused = True
-                self._rollout.observers.rest(True)
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        """Lets the engine run inside the block.
+
+        After the last of such blocks of all threads, pauses what is not complete.
+        """
+        return self._pause.running(lambda: bool(self._pending()))
 
     def close(self) -> None:
-        """Ends all groups, and lets the engine run again."""
-        self._end_all()
-        with contextlib.suppress(EngineShutdownError):
-            self._go_on()
+        """Ends all groups, and lets the engine run again. `ask` and `take` fail from now on."""
+        with self._lock:
+            self._is_closed = True
+            groups, self._groups = self._groups, []
+        _cancel(groups)
+        self._pause.end()
         self._loop.close()
 
-    def _end_all(self) -> None:
-        groups, self._groups = self._groups, []
-        for group in groups:
-            group.future.cancel()
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise CancelledError("the groups were ended")
 
-    def _go_on(self) -> None:
-        if self._is_paused:
-            self._rollout.observers.rest(False)
-            self._rollout.engine.continue_generation()
-            self._is_paused = False
+    def _pending(self) -> list[Future[Sampled]]:
+        with self._lock:
+            return [group.future for group in self._groups if not group.future.done()]
+
+    def _take_complete(self, count: int) -> list[Group] | None:
+        """What `take` takes; None if it must wait."""
+        with self._lock:
+            self._check_open()
+            assert len(self._groups) >= count, "there is nothing to wait for"
+            if not self._is_over(count):
+                return None
+            taken = [group for group in self._groups if group.future.done()][:count]
+            left = [group for group in self._groups if group not in taken]
+            self._groups = left if self.config.carries else []
+        ended = [] if self.config.carries else left
+        self._aborted = ended if self.config.unfinished == "abort" else []
+        self.num_ended = len(ended)
+        _cancel(ended)
+        return taken
 
     def _tell(self, group: Group) -> None:
         """Shows observers the life of a group, on the track of the thread that waited for it."""
         args = {
-            "samples": group.num_samples,
+            "samples": self._num_samples,
             "tokens": sum(len(output.output_ids) for output in group.future.result().outputs),
             "weight updates": self._rollout.weight_version - group.born,
             "aborts": group.num_aborts,
@@ -238,22 +252,16 @@ class GroupsInFlight:
         return group.num_aborts < self.config.max_age
 
 
-def merge_columns(groups: list[Group]) -> dict[str, Any]:
-    """The columns of groups one after another, as Tunix merges batches."""
-    merged: dict[str, Any] = {}
-    for name in groups[0].columns:
-        values = [group.columns[name] for group in groups]
-        if isinstance(values[0], list):
-            merged[name] = [each for some in values for each in some]
-        else:
-            merged[name] = np.concatenate(values)
-    return merged
+def _cancel(groups: Iterable[Group]) -> None:
+    for group in groups:
+        group.future.cancel()
 
 
 def to_output(
     groups: list[Group], rollout: SglJaxRollout, config: RolloutConfig
 ) -> VersionedRolloutOutput:
     """The samples of complete groups, with log-probs, as a rollout returns them."""
-    prompt_ids = [group.prompt_ids for group in groups for _ in range(group.num_samples)]
-    outputs = [output for group in groups for output in group.future.result().outputs]
+    samples = [(group, output) for group in groups for output in group.future.result().outputs]
+    prompt_ids = [group.prompt_ids for group, _ in samples]
+    outputs = [output for _, output in samples]
     return rollout.to_output(prompt_ids, outputs, dataclasses.replace(config, return_logprobs=True))

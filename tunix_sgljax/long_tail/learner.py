@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,10 +19,12 @@ from tunix_sgljax.in_flight.outputs import VersionedRolloutOutput
 from tunix_sgljax.in_flight.policy_versions import NO_VERSION, PolicyVersions
 from tunix_sgljax.in_flight.wrapping import require_sgljax_rollout
 from tunix_sgljax.long_tail.asking import GroupSource, trajectory_ids
+from tunix_sgljax.long_tail.columns import Columns, join_rows, repeated
 from tunix_sgljax.long_tail.config import OverSampling
-from tunix_sgljax.long_tail.feed import ROW, PromptFeed
-from tunix_sgljax.long_tail.groups import GroupsInFlight, merge_columns, to_output
+from tunix_sgljax.long_tail.feed import ROW, PromptFeed, Row
+from tunix_sgljax.long_tail.groups import GroupsInFlight, to_output
 from tunix_sgljax.padding import right_pad
+from tunix_sgljax.reward_functions import all_checked
 from tunix_sgljax.rollout import SglJaxRollout
 
 _TRAIN = tunix_cluster.Mode.TRAIN
@@ -92,7 +95,7 @@ class OverSamplingGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
         super().__init__(
             rl_cluster,  # by position: its name differs between releases of Tunix
             algo_config,
-            reward_fns=reward_fns,
+            reward_fns=all_checked(reward_fns),
             metric_fns=metric_fns,
             data_shuffle_seed=data_shuffle_seed,
         )
@@ -104,6 +107,7 @@ class OverSamplingGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
         self._last_version = rollout.weight_version
         self._source: GroupSource | None = None
         self._groups: GroupsInFlight | None = None
+        self._micro_batch_size: int | None = None
 
     def train(
         self,
@@ -113,14 +117,41 @@ class OverSamplingGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
     ) -> None:
         """Trains as Tunix's learner does; groups that are left at the end are dropped."""
         feed = PromptFeed(train_ds)
-        self._groups = GroupsInFlight(self._versioned_rollout, self._config)
-        self._source = GroupSource(feed, self._groups, self.algo_config.num_generations)
+        num_samples = self.algo_config.num_generations
+        self._groups = GroupsInFlight(
+            self._versioned_rollout, self._config, num_samples, self._columns_of
+        )
+        self._source = GroupSource(feed, self._groups)
         try:
             super().train(feed, eval_ds, skip_jit)
         finally:
             self._groups.close()
 
+    def _columns_of(self, rows: Sequence[Row]) -> Columns:
+        """The columns that Tunix would make of these rows, for the rewards."""
+        numbers = np.array([row.number for row in rows])
+        size = self._micro_batch_size
+        micro_batches = None
+        if size is not None:
+            micro_batches = functools.partial(
+                super()._create_micro_batch_iterator, micro_batch_size=min(size, len(rows))
+            )
+        columns = repeated(
+            join_rows([row.columns for row in rows]) | {ROW: numbers},
+            self.algo_config.num_generations,
+            lambda example: self._compute_trajectory_ids(example, 0),
+            micro_batches,
+        )
+        del columns[ROW]
+        return columns
+
     # ------------------------------------------------------------------ Tunix calls these
+
+    def _create_micro_batch_iterator(
+        self, full_batch_iterator: Iterator[Columns], micro_batch_size: int
+    ) -> Iterator[Columns]:
+        self._micro_batch_size = micro_batch_size  # Tunix calls it only if it divides batches
+        return super()._create_micro_batch_iterator(full_batch_iterator, micro_batch_size)
 
     def _compute_trajectory_ids(self, example: dict[str, Any], steps: int) -> list[str]:
         if ROW not in example:
@@ -138,13 +169,15 @@ class OverSamplingGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
         rollout = self._versioned_rollout
         config = self._cluster.get_rollout_config(mode=_TRAIN)
         self._announce_weights()
-        num_groups = self._source.ask(training_input, config)
+        numbers = training_input[ROW][:: self.algo_config.num_generations].tolist()
+        self._source.ask(numbers, config)
         start_s = time.perf_counter()
-        taken = self._groups.take(num_groups)
+        taken = self._groups.take(len(numbers))
         wait_s = time.perf_counter() - start_s
         output = to_output(taken, rollout, config)
+        columns = self._columns_of([group.row for group in taken])
         with rollout.prepared_outputs(output):
-            example = super()._generate_and_compute_advantage(merge_columns(taken), mode)
+            example = super()._generate_and_compute_advantage(columns, mode)
         ended = [group.ended_early for group in taken]
         num_left = self._groups.num_ended
         self._cluster.buffer_metrics(
@@ -158,7 +191,9 @@ class OverSamplingGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
             mode=_TRAIN,
         )
         if any(ended):
-            example = _without_advantages(example, np.repeat(ended, taken[0].num_samples))
+            example = _without_advantages(
+                example, np.repeat(ended, self.algo_config.num_generations)
+            )
         return self._with_versions(example, output, config.max_tokens_to_generate)
 
     # ------------------------------------------------------------------ versions

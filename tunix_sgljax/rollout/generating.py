@@ -6,12 +6,11 @@ import dataclasses
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from sgljax_engine import InvalidRequestError, RequestOutput, SamplingParams, derive_seed
@@ -20,45 +19,6 @@ from tunix_sgljax.in_flight.outputs import VersionedRolloutOutput
 from tunix_sgljax.rollout_config.end_tokens import find_end_ids
 from tunix_sgljax.rollout_config.memory import ConfigMemory
 from tunix_sgljax.rollout_config.vllm_sampling import with_training_kwargs
-
-
-class PromptEncoder:
-    """Encodes prompts as Tunix's samplers do. Any thread."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        """Wraps the tokenizer.
-
-        Args:
-            tokenizer: A Tunix TokenizerAdapter or anything it wraps.
-
-        Raises:
-            InvalidConfigError: for a tokenizer without pad and end tokens.
-        """
-        is_adapter = isinstance(tokenizer, TokenizerAdapter)
-        self.tokenizer = tokenizer if is_adapter else TokenizerAdapter(tokenizer)
-        padding.check_pad_id(self.tokenizer.pad_id(), self.tokenizer.eos_id())
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt: with BOS in front, if there is one and it is not 0."""
-        bos = self.tokenizer.bos_id()
-        ids = [int(token) for token in self.tokenizer.encode(text)]
-        has_bos = bos is not None and bos > 0
-        return self.tokenizer.dedup_bos_ids([bos, *ids] if has_bos else ids)
-
-    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each prompt, from the first one that Tunix does not take for padding."""
-        if not texts:
-            raise InvalidRequestError("prompts is empty; it needs at least one prompt")
-        pad = self.tokenizer.pad_id()
-        prompt_ids = [self.encode(str(text)) for text in texts]
-        stripped = [padding.strip_prompt(ids, pad) for ids in prompt_ids]
-        for row, (ids, kept) in enumerate(zip(prompt_ids, stripped, strict=True)):
-            if ids and not kept:
-                raise InvalidRequestError(
-                    f"prompts[{row}]={str(texts[row])!r} holds the pad id {pad} alone; it needs "
-                    "another token"
-                )
-        return stripped
 
 
 class SamplingReader:

@@ -35,11 +35,11 @@ from tunix_sgljax.observability.progress import Progress
 from tunix_sgljax.policy_weights import PolicyWeights
 from tunix_sgljax.rollout.building import EngineBuilder
 from tunix_sgljax.rollout.generating import (
-    PromptEncoder,
     SamplingReader,
     scored_sequences,
     to_rollout_output,
 )
+from tunix_sgljax.rollout.prompts import PromptEncoder
 from tunix_sgljax.rollout.sampler import RolloutSampler
 from tunix_sgljax.rollout_config import engine_options
 from tunix_sgljax.rollout_config.checks import FieldChecker, check_axis_types
@@ -48,6 +48,7 @@ from tunix_sgljax.rollout_config.modes import (
     check_lengths,
     configs_by_mode,
     find_cluster,
+    joins_calls,
     micro_batch_advice,
 )
 
@@ -180,6 +181,7 @@ class SglJaxRollout(BaseRollout):
         self._engine: Engine | None = None
         self._is_closed = False
         self._temperature: float | None = None
+        self._joins_calls = False
         if rollout_config is not None:
             self.bind(rollout_config)
             return
@@ -200,6 +202,7 @@ class SglJaxRollout(BaseRollout):
         cluster = find_cluster()
         self._observers.expect_trainer(cluster is not None)
         self._batch_advice = micro_batch_advice(cluster)
+        self._joins_calls = joins_calls(cluster)
         self._bind(rollout_config, configs_by_mode(cluster, rollout_config))
 
     def _bind(self, rollout_config: RolloutConfig, configs: Mapping[str, RolloutConfig]) -> None:
@@ -350,8 +353,14 @@ class SglJaxRollout(BaseRollout):
         if prepared is not None:
             self._recorder.add(prepared)
             return prepared
+        if not texts:
+            raise InvalidRequestError("prompts is empty; it needs at least one prompt")
+        is_joined = self._joins_calls and len(texts) > 1
         with self._observers.span("tokenize", requests=len(texts)):
-            prompt_ids = self._prompts.encode_all(texts)
+            prompt_ids = [
+                self._encode(text, rollout_config, f"prompts[{row}]", is_joined=is_joined)
+                for row, text in enumerate(texts)
+            ]
         params = self._row_params(rollout_config, len(texts))
         if self._temperature is None:
             self._temperature = rollout_config.temperature
@@ -492,9 +501,35 @@ class SglJaxRollout(BaseRollout):
 
     # ------------------------------------------------------------------ for an event loop
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, as in `generate`."""
-        return self._prompts.encode(text)
+    def encode(self, prompt: Any, config: RolloutConfig, *, name: str = "prompt") -> list[int]:
+        """Token ids of a prompt, as `generate` makes them, for a call with a config.
+
+        Pad ids in front are left out, as Tunix's masks hide them. A text and a conversation get
+        BOS, as in Tunix's samplers.
+
+        Args:
+            prompt: A text, token ids, a message or a conversation (a list of messages).
+            config: Whose maximum of new tokens must fit behind it.
+            name: What errors call it.
+
+        Raises:
+            InvalidRequestError: names the prompt, its length and the limit; also for a
+                conversation without a chat template.
+        """
+        return self._encode(prompt, config, name)
+
+    def _encode(
+        self, prompt: Any, config: RolloutConfig, name: str, *, is_joined: bool = False
+    ) -> list[int]:
+        built = self._builder
+        return self._prompts.encode(
+            prompt,
+            config,
+            name=name,
+            max_model_len=built.engine_config.max_model_len or built.model_config.context_length,
+            render=lambda messages: self.engine.apply_chat_template(messages),
+            is_joined=is_joined,
+        )
 
     def request_params(self, config: RolloutConfig) -> SamplingParams:
         """Sampling parameters of one prompt; a `seed` gives the next draw of that seed."""

@@ -60,6 +60,21 @@ def micro_batch_advice(cluster: rl_cluster.RLCluster | None) -> str | None:
     )
 
 
+def joins_calls(cluster: rl_cluster.RLCluster | None) -> bool:
+    """Whether Tunix's learners put the prompts of several rollout calls into one array.
+
+    They do unless they sample in micro-batches of a multiple of those that they score log-probs in.
+    Sizes that default to the full batch are not known here, and count as equal.
+    """
+    if cluster is None:
+        return False
+    training = cluster.cluster_config.training_config
+    default = training.train_micro_batch_size or training.mini_batch_size
+    sampled = training.rollout_micro_batch_size or default
+    scored = training.compute_logps_micro_batch_size or default
+    return sampled is not None and scored is not None and sampled % scored != 0
+
+
 def check_lengths(configs: Mapping[str, RolloutConfig], max_model_len: int) -> None:
     """Refuses configs whose longest sequences the engine cannot hold.
 

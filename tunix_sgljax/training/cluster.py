@@ -36,7 +36,7 @@ from tunix_sgljax.training.models import ModelSpec, copy_of, load_policy, make_c
 from tunix_sgljax.training.rewards import whole_numbers
 from tunix_sgljax.training.rollouts import SeededVanillaRollout
 from tunix_sgljax.training.schema import MeshConfig, TrainConfig
-from tunix_sgljax.training.task import add_code_dir, import_function
+from tunix_sgljax.training.task import Task, add_code_dir, import_function
 
 T = TypeVar("T")
 
@@ -225,17 +225,20 @@ def make_cluster(
 def make_learner(
     config: TrainConfig,
     cluster: RLCluster,
-    reward_fns: list[Callable[..., Any]],
+    task: Task,
     metric_fns: Sequence[Callable[..., Any]] = (),
 ) -> GRPOLearner[GRPOConfig] | PPOLearner:
     """The learner that `training_mode` names."""
-    algorithm = make_algorithm(config)
+    algorithm, reward_fns = make_algorithm(config), task.reward_fns
     if isinstance(algorithm, PPOConfig):
         whole = [whole_numbers(fn) for fn in reward_fns]
         return PPOLearner(cluster, algorithm, whole, metric_fns=metric_fns)
     over_sampling = make_over_sampling(config)
     if over_sampling is None:
         return GRPOLearner(cluster, algorithm, reward_fns, metric_fns)
+    if over_sampling.known_rewards is not None:
+        known_rewards = task.with_columns(over_sampling.known_rewards)
+        over_sampling = dataclasses.replace(over_sampling, known_rewards=known_rewards)
     return OverSamplingGrpoLearner(
         cluster, algorithm, reward_fns, metric_fns, over_sampling=over_sampling
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from tunix.sft.checkpoint_manager import CheckpointManager
 from sgljax_engine import InvalidConfigError
 from tunix_sgljax.checkpoints.tunix import find_latest, find_step, root_of, stored_shapes
 from tunix_sgljax.observability.progress import Progress
+from tunix_sgljax.reward_functions import checked
 from tunix_sgljax.rollout import SglJaxRollout
 from tunix_sgljax.training.cluster import (
     check_sections,
@@ -38,7 +39,7 @@ from tunix_sgljax.training.models import (
     load_tokenizer,
 )
 from tunix_sgljax.training.schema import TrainConfig
-from tunix_sgljax.training.task import Row, find_reward_functions, load_rows, to_batch
+from tunix_sgljax.training.task import Row, find_reward_functions, load_rows, to_columns
 
 SPLITS = {"eval": "eval_dataset", "train": "dataset"}
 """Keys of the section `task` by the names of their rows."""
@@ -161,7 +162,7 @@ def run_evaluation(
     config = _with_options(config, options)
     check_sections(config)
     algorithm = make_algorithm(config)
-    reward_fns = find_reward_functions(config.task)
+    reward_fns = [checked(function) for function in find_reward_functions(config.task)]
     tokenizer = load_tokenizer(config)
     rows = _rows(config, options, tokenizer)
     sampling = rollout_configs(config, end_tokens(config, tokenizer.eos_id()))[Mode.EVAL]
@@ -182,29 +183,29 @@ def run_evaluation(
     finally:
         if isinstance(worker, SglJaxRollout):
             worker.close()
-    rewards = sum_rewards(reward_fns, repeated, texts, algorithm)
+    prompts = [row["prompts"] for row in repeated]
+    rewards = sum_rewards(reward_fns, prompts, texts, to_columns(repeated), algorithm)
     return _summarize(config, options, weights, rows, texts, rewards, sampling, num_cut)
 
 
 def sum_rewards(
     reward_fns: list[Callable[..., Any]],
-    rows: Sequence[Row],
+    prompts: Sequence[str],
     completions: Sequence[str],
+    columns: Mapping[str, Any],
     algorithm: AlgorithmConfig | None = None,
 ) -> np.ndarray:
-    """The rewards of completions, one of each row, by Tunix's reward manager.
+    """The rewards of completions, one of each prompt, by Tunix's reward manager.
 
     Shape: [R] float64.
     """
-    columns = {name: list(values) for name, values in to_batch(rows).items()}
-    prompts = list(map(str, columns.pop("prompts")))
     algorithm = algorithm or AlgorithmConfig()
     manager = function_registry.get_reward_manager(algorithm.reward_manager)(
         reward_fns=reward_fns, algo_config=algorithm
     )
-    own = {"mode": str(Mode.EVAL), "trajectory_ids": [f"{i}_0" for i in range(len(rows))]}
-    rewards = manager(prompts=prompts, completions=list(completions), **own, **columns)["rewards"]
-    return np.asarray(rewards, np.float64)
+    own = {"mode": str(Mode.EVAL), "trajectory_ids": [f"{i}_0" for i in range(len(prompts))]}
+    found = manager(prompts=list(prompts), completions=list(completions), **own, **columns)
+    return np.asarray(found["rewards"], np.float64)
 
 
 def pass_at_k(num_passed: Sequence[int], num_samples: int, k: int) -> float:

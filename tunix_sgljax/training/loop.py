@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from tunix_sgljax.training.cluster import (
     make_learner,
     make_meshes,
     make_optimizers,
+    make_over_sampling,
     rollout_engine,
 )
 from tunix_sgljax.training.evaluation import sum_rewards
@@ -32,7 +34,7 @@ from tunix_sgljax.training.report import EvalRecord, StepRecord, StepRecorder, w
 from tunix_sgljax.training.rollouts import TimedRollout
 from tunix_sgljax.training.samples import Sample, SampleFile
 from tunix_sgljax.training.schema import TrainConfig
-from tunix_sgljax.training.task import Task, batches, load_task, to_batch
+from tunix_sgljax.training.task import GIVEN, Task, batches, check_call, load_task
 
 _SKIPPED_STEPS = 1
 """Steps of a run before the one that a timeline records: the first ones compile."""
@@ -79,7 +81,20 @@ def prepare(config: TrainConfig) -> Prepared:
     check_resume(config, spec)
     memory = estimate_memory(config, spec, mesh, make_optimizers(config))
     tokenizer = load_tokenizer(config)
-    return Prepared(spec, tokenizer, load_task(config.task, tokenizer), memory)
+    task = load_task(config.task, tokenizer)
+    _check_calls(config, task)
+    return Prepared(spec, tokenizer, task, memory)
+
+
+def _check_calls(config: TrainConfig, task: Task) -> None:
+    """Refuses reward functions that cannot be called as Tunix and over-sampling call them."""
+    fields = [field.name for field in dataclasses.fields(make_algorithm(config))]
+    for function in task.reward_fns:
+        check_call("task.reward_functions:", task, function, GIVEN, fields)
+    over_sampling = make_over_sampling(config)
+    if over_sampling is not None and over_sampling.known_rewards is not None:
+        given = ("prompts", "completions", "finished", "trajectory_ids")
+        check_call("over_sampling.known_rewards:", task, over_sampling.known_rewards, given)
 
 
 def run(
@@ -137,7 +152,7 @@ def run(
         samples = SampleFile(
             Path(config.output_dir) / "samples.jsonl", lambda: cluster.global_steps + 1, done
         )
-        learner = make_learner(config, cluster, task.reward_fns, [samples.add])
+        learner = make_learner(config, cluster, task, [samples.add])
         cluster.global_steps = done  # Tunix's last checkpoint of a run does not hold it
         cluster.with_external_metrics_logger(recorder.add_metrics)
         if config.rollout_engine == "sgljax":
@@ -146,8 +161,8 @@ def run(
             tracer.record_steps(cluster, timeline, first_step=done + _SKIPPED_STEPS, num_steps=1)
         recorder.start(done + 1)
         if done < config.num_steps:
-            rows, size = task.eval_rows, config.batch_size
-            held_out = [to_batch(rows[i : i + size]) for i in range(0, len(rows), size)]
+            numbers, size = range(len(task.eval_rows)), config.batch_size
+            held_out = [task.eval_batch(numbers[i : i + size]) for i in numbers[::size]]
             learner.train(_TrainingData(config, task, should_stop), held_out or None)
         was_stopped = done + len(recorder.records) < config.num_steps
         if task.eval_rows and not was_stopped:
@@ -183,9 +198,10 @@ def evaluate(cluster: RLCluster, task: Task, algorithm: AlgorithmConfig | None =
         task: Has the held-out rows.
         algorithm: The learner's config, which names the reward manager; None takes Tunix's own.
     """
-    prompts = [row["prompts"] for row in task.eval_rows]
+    columns = task.eval_batch(range(len(task.eval_rows)))
+    prompts = [str(prompt) for prompt in columns.pop("prompts")]
     completions = cluster.generate(prompts, mode=Mode.EVAL).text
-    return float(sum_rewards(task.reward_fns, task.eval_rows, completions, algorithm).mean())
+    return float(sum_rewards(task.reward_fns, prompts, completions, columns, algorithm).mean())
 
 
 class _TrainingData:

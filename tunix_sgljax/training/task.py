@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from sgljax_engine import InvalidConfigError
+from tunix_sgljax.reward_functions import checked, find_wrong_call
 from tunix_sgljax.training.checks import unknown_choice
 from tunix_sgljax.training.loading import is_function
 from tunix_sgljax.training.rewards import BUILT_IN
 from tunix_sgljax.training.schema import TaskSection
 
 Row = dict[str, Any]
+
+
+NUMBER = "row_number"
+"""The only column that goes through Tunix: the number of a row, training rows first."""
+
+GIVEN = ("prompts", "completions", "mode", "trajectory_ids")
+"""Keywords of a reward function that are no columns."""
 
 
 class Task(NamedTuple):
@@ -34,6 +43,24 @@ class Task(NamedTuple):
     eval_rows: list[Row]
     reward_fns: list[Callable[..., Any]]
 
+    def with_columns(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, called with the columns of the rows whose numbers Tunix hands over.
+
+        Tunix makes arrays of what it divides into micro-batches, in which 3 beside 2.5 is a 3.0.
+        """
+        rows = [*self.rows, *self.eval_rows]
+
+        @functools.wraps(function)
+        def call(**arguments: Any) -> Any:
+            picked = [rows[int(number)] for number in arguments.pop(NUMBER)]
+            return function(**{**arguments, **to_columns(picked)})
+
+        return call
+
+    def eval_batch(self, numbers: Sequence[int]) -> dict[str, Any]:
+        """A batch of held-out rows, by their numbers among those."""
+        return _to_batch(self.eval_rows, numbers, first=len(self.rows))
+
 
 def load_task(section: TaskSection, tokenizer: Any) -> Task:
     """Reads the data and finds the reward functions.
@@ -43,7 +70,34 @@ def load_task(section: TaskSection, tokenizer: Any) -> Task:
     """
     reward_fns = find_reward_functions(section)
     rows, eval_rows = (load_rows(section, key, tokenizer) for key in ("dataset", "eval_dataset"))
-    return Task(rows, eval_rows, reward_fns)
+    _check_same_columns("task.dataset", rows, rows[:1])
+    _check_same_columns("task.eval_dataset", eval_rows, rows[:1])
+    task = Task(rows, eval_rows, reward_fns)
+    return task._replace(reward_fns=[task.with_columns(checked(fn)) for fn in reward_fns])
+
+
+def check_call(
+    key: str,
+    task: Task,
+    function: Callable[..., Any],
+    given: Collection[str],
+    optional: Collection[str] = (),
+) -> None:
+    """Refuses a function that cannot be called with the columns of a task.
+
+    Args:
+        key: The key that names it.
+        task: The task.
+        function: The function.
+        given: Its other keywords.
+        optional: Keywords that only a function with such parameters gets.
+
+    Raises:
+        InvalidConfigError: names the function, the keywords and what is wrong.
+    """
+    problem = find_wrong_call(function, {*task.rows[0], *given}, optional)
+    if problem is not None:
+        raise InvalidConfigError(f"{key} {problem}")
 
 
 def load_rows(section: TaskSection, key: str, tokenizer: Any) -> list[Row]:
@@ -126,12 +180,49 @@ def batches(
             epoch = np.arange(len(rows)) if rng is None else rng.permutation(len(rows))
             order.extend(epoch.tolist())
         picked, order = order[:batch_size], order[batch_size:]
-        yield to_batch([rows[i] for i in picked])
+        yield _to_batch(rows, picked)
 
 
-def to_batch(rows: Sequence[Row]) -> dict[str, Any]:
-    """The columns of rows."""
-    return {name: np.array([row[name] for row in rows]) for name in rows[0]}
+def to_columns(rows: Sequence[Row]) -> dict[str, np.ndarray]:
+    """The columns of rows that reward functions get."""
+    names = [name for name in rows[0] if name != "prompts"]
+    return {name: to_column([row[name] for row in rows]) for name in names}
+
+
+def to_column(values: Sequence[Any]) -> np.ndarray:
+    """The values of rows as an array: of numbers or strings if these stay what they are.
+
+    Else an array of objects, since NumPy makes one type of them: 3 beside 2.5 becomes 3.0, True
+    beside 2 becomes 1, a string loses zeros at its end.
+    """
+    kind = type(values[0])
+    is_plain = issubclass(kind, (str, int, float, bytes, np.generic))
+    if is_plain and all(type(value) is kind for value in values):
+        array = np.array(values)
+        plain = [value.item() if isinstance(value, np.generic) else value for value in values]
+        if repr(array.tolist()) == repr(plain):
+            return array
+    array = np.empty(len(values), object)
+    for row, value in enumerate(values):  # a slice would take equal lists for a matrix
+        array[row] = value
+    return array
+
+
+def _to_batch(rows: Sequence[Row], numbers: Sequence[int], first: int = 0) -> dict[str, Any]:
+    """The prompts and numbers of rows, whose own numbers begin with `first`."""
+    prompts = np.array([rows[number]["prompts"] for number in numbers])
+    return {"prompts": prompts, NUMBER: np.array(numbers) + first}
+
+
+def _check_same_columns(key: str, rows: Sequence[Row], first: Sequence[Row]) -> None:
+    for number, row in enumerate(rows):
+        for wanted in first:
+            different = sorted(wanted.keys() ^ row.keys())
+            if different:
+                raise InvalidConfigError(
+                    f"{key}: row {number} and row 0 of task.dataset differ in the columns "
+                    f"{different}; choose columns that all rows have with task.columns"
+                )
 
 
 def _find_source(section: TaskSection, key: str) -> Callable[..., Any] | Path | None:
@@ -210,10 +301,10 @@ def _to_row(section: TaskSection, row: Mapping[str, Any], tokenizer: Any) -> Row
     for name in names:
         if name not in row:
             raise InvalidConfigError(unknown_choice("task.columns", name, row))
-        if not isinstance(row[name], (str, int, float, np.generic)):
+        if name in (*GIVEN, NUMBER):
             raise InvalidConfigError(
-                f"column {name} must hold strings or numbers, got {row[name]!r}; choose others "
-                "with task.columns"
+                f"a column must not be called {name!r}, which reward functions get from the "
+                "learner; choose others with task.columns"
             )
         columns[name] = row[name]
     return {"prompts": str(prompt), **columns}
