@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from sgljax_engine import InvalidConfigError
@@ -73,7 +72,7 @@ def to_list(
     if may_be_open:
         name += " or None"
     is_many = isinstance(rewards, Iterable) and not isinstance(rewards, (str, bytes, Mapping))
-    if not is_many or (isinstance(rewards, (np.ndarray, jax.Array)) and rewards.ndim == 0):
+    if not is_many or getattr(rewards, "ndim", 1) == 0:  # arrays of NumPy, JAX and others
         raise InvalidConfigError(f"{name}, a list of them, got {rewards!r:.80}")
     values = list(rewards)
     if len(values) != count:
