@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
@@ -15,7 +16,9 @@ from sgljax_engine import InvalidRequestError, SamplingParams
 from tests.adapter.helpers import new_rollout, params_of, rollout_config, text_of
 from tests.threads import LIMIT_S, start
 from tunix_sgljax import OverSampling, SglJaxRollout
-from tunix_sgljax.long_tail.groups import GroupsInFlight, merge_columns, to_output
+from tunix_sgljax.long_tail.columns import Columns, join_rows, repeated
+from tunix_sgljax.long_tail.feed import Row
+from tunix_sgljax.long_tail.groups import GroupsInFlight, to_output
 
 NUM_SAMPLES = 3
 NUM_STEPS = 8
@@ -42,14 +45,23 @@ def update(rollout, model):
     rollout.update_params(scaled)
 
 
-def make_columns(row: int) -> dict[str, Any]:
-    """The columns of a group; the prompt tells its number."""
-    prompt = text_of([20 + row // 30, 20 + row % 30, 21])
-    return {
-        "prompts": np.array([prompt] * NUM_SAMPLES),
-        "row": np.full(NUM_SAMPLES, row),
-        "trajectory_ids": [f"{row}_{i}" for i in range(NUM_SAMPLES)],
-    }
+def make_row(number: int) -> Row:
+    """A row whose prompt tells its number."""
+    prompt = text_of([20 + number // 30, 20 + number % 30, 21])
+    return Row(number, {"prompts": np.array([prompt]), "row": np.array([number])})
+
+
+def columns_of(rows: Sequence[Row]) -> Columns:
+    """The columns that Tunix's learner makes of rows."""
+
+    def names(example: Columns) -> list[str]:
+        return [f"{row}_{i % NUM_SAMPLES}" for i, row in enumerate(example["row"])]
+
+    return repeated(join_rows([row.columns for row in rows]), NUM_SAMPLES, names, None)
+
+
+def make_groups(rollout: SglJaxRollout, config: OverSampling) -> GroupsInFlight:
+    return GroupsInFlight(rollout, config, NUM_SAMPLES, columns_of)
 
 
 def meddle(
@@ -83,17 +95,17 @@ def meddle(
 def test_nothing_is_lost_or_taken_twice_and_ages_are_bounded(model, rollout, max_age, factor, seed):
     rng, num_groups = random.Random(seed), 4
     config = OverSampling(factor=factor, max_age=max_age)
-    groups = GroupsInFlight(rollout, config)
+    groups = make_groups(rollout, config)
     others: list[Future[Any]] = []
     taken_rows, mixed, num_asked = [], 0, 0
     for _ in range(NUM_STEPS):
         while len(groups) < config.num_asked(num_groups):
-            groups.ask(make_columns(num_asked), CONFIG)
+            groups.ask(make_row(num_asked), CONFIG)
             num_asked += 1
         taken = groups.take(num_groups)
         assert len(taken) == num_groups
         assert all(rollout.weight_version - group.born <= max_age for group in taken)
-        merged = merge_columns(taken)
+        merged = columns_of([group.row for group in taken])
         output = to_output(taken, rollout, CONFIG)
         assert len(output.tokens) == len(merged["trajectory_ids"]) == num_groups * NUM_SAMPLES
         for tokens, logprobs, versions in zip(
@@ -108,7 +120,7 @@ def test_nothing_is_lost_or_taken_twice_and_ages_are_bounded(model, rollout, max
         meddle(rollout, groups, others, rng)
         update(rollout, model)
     assert len(set(taken_rows)) == len(taken_rows) == NUM_STEPS * num_groups
-    assert mixed
+    assert mixed or factor < 2  # the others may all have ended when the step does
     assert len(groups) == num_asked - len(taken_rows)
     groups.close()
     for call in others:
@@ -120,8 +132,8 @@ def test_nothing_is_lost_or_taken_twice_and_ages_are_bounded(model, rollout, max
 
 
 def test_waiting_ends_when_another_thread_closes(rollout):
-    groups = GroupsInFlight(rollout, OverSampling())
-    groups.ask(make_columns(0), CONFIG)
+    groups = make_groups(rollout, OverSampling())
+    groups.ask(make_row(0), CONFIG)
     rollout.engine.pause_generation()
     call = start(lambda: groups.take(1))
     groups.close()
@@ -131,9 +143,9 @@ def test_waiting_ends_when_another_thread_closes(rollout):
 
 
 def test_a_failed_group_is_an_error(rollout):
-    groups = GroupsInFlight(rollout, OverSampling())
-    columns = make_columns(0) | {"prompts": np.array(["5000"] * 2)}
-    groups.ask(columns, CONFIG)
+    groups = make_groups(rollout, OverSampling())
+    row = make_row(0)
+    groups.ask(row._replace(columns=row.columns | {"prompts": np.array(["5000"])}), CONFIG)
     with pytest.raises(InvalidRequestError, match="got 5000 at position"):
         groups.take(1)
     groups.close()

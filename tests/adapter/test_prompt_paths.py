@@ -110,7 +110,7 @@ def test_generate_and_over_sampling_sample_from_the_same_context(make_rollout):
         assert prompts_BP[0][prompts_BP[0] != PAD].tolist() == [5, 9, 11]
         completions_BC = np.array([pad_to_length(row, 8, PAD) for row in output.tokens])
         scores = rollout.get_per_token_logps(prompts_BP, completions_BC)
-        for row, logps in zip(np.asarray(scores), output.logprobs, strict=True):
+        for row, logps in zip(np.asarray(scores), output.logprobs or (), strict=True):
             np.testing.assert_allclose(row[: len(logps)], logps, atol=1e-4)
 
 
@@ -132,6 +132,10 @@ def cluster_of(*, sampled: int, scored: int) -> RLCluster:
     return RLCluster(**arguments)
 
 
+def stop(cluster):
+    cluster.rollout.close()
+
+
 def test_prompts_of_several_calls_must_be_of_one_width():
     """Where Tunix concatenates them; one call's may be longer, and Tunix then pads all of them."""
     texts = [text_of([5] * 9), "6"]
@@ -140,8 +144,8 @@ def test_prompts_of_several_calls_must_be_of_one_width():
         InvalidRequestError, match=r"prompts\[0\]=.* has 9 tokens, more than Roll.*=8"
     ):
         joined.generate(texts * 2, micro_batch_size=2)
-    joined.rollout.close()
+    stop(joined)
     single = cluster_of(sampled=2, scored=1)
     output = single.generate(texts, micro_batch_size=2)
     assert output.left_padded_prompt_tokens.shape == (2, 16)
-    single.rollout.close()
+    stop(single)

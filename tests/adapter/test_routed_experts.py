@@ -47,7 +47,7 @@ def test_a_config_that_asks_for_experts():
     with rollout_of(return_routed_experts=True) as rollout:
         asked = experts_of(rollout, later(return_routed_experts=True))
         for row, prompt in zip(asked, PROMPTS, strict=True):
-            assert row.shape == (len(rollout.encode(prompt)) + 6 - 1, 2, 3)
+            assert row.shape == (len(rollout.encode(prompt, rollout_config())) + 6 - 1, 2, 3)
         assert experts_of(rollout, later()) is None
         again = experts_of(rollout, rollout_config(max_tokens_to_generate=6))  # 0.1.7 cannot ask
         for row, same in zip(asked, again, strict=True):

@@ -464,9 +464,8 @@ class TestWork:
         word = response_parser._WORD
         monkeypatch.setattr(response_parser, "_WORD", Counting(word, counts))
         watches: list[Any] = [*vars(reader).values(), *reader._closes.values()]
-        for watch in watches:
-            if isinstance(watch, response_parser._Watch):
-                watch.starts = Counting(watch.starts, counts)
+        for watch in filter(lambda each: isinstance(each, response_parser._Watch), watches):
+            watch.starts = Counting(watch.starts, counts)
         sys.setprofile(see)
         try:
             for part in in_pieces(text, size):
