@@ -150,7 +150,7 @@ PROMPTS, PARAMS = some_prompts(24), some_params(24)
 
 
 class TestGenerate:
-    @pytest.mark.parametrize("backend", tiered(["native", "portable"], ["native"]))
+    @pytest.mark.parametrize("backend", tiered(["native", "portable"], ["native"], []))
     def test_who_reads_the_trap_fails(self, backend):
         with using(backend):
             check(TINY, PARAMS, PROMPTS)
@@ -159,7 +159,6 @@ class TestGenerate:
     @pytest.mark.parametrize(
         ("model", "options"),
         [
-            pytest.param(TINY, {"speculation": "always"}, id="drafts"),
             pytest.param(TINY, {"enable_deterministic_sampling": True}, id="deterministic"),
             pytest.param(TINY, CHUNKED, id="chunks"),
             pytest.param(HYBRID, {}, id="hybrid"),
@@ -170,9 +169,10 @@ class TestGenerate:
         check(model, PARAMS, PROMPTS, **options)
 
     @pytest.mark.soak
+    @pytest.mark.parametrize("backend", ["native", "portable"])
     @pytest.mark.parametrize("model", [TINY, HYBRID, TINY_MOE])
-    def test_portable_drafts(self, model):
-        with using("portable"):
+    def test_drafts(self, model, backend):
+        with using(backend):
             check(model, PARAMS, PROMPTS, speculation="always")
 
 
@@ -269,7 +269,7 @@ def has_distribution(rows: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("vocab", [128, 5000])
+@pytest.mark.parametrize("vocab", tiered([128, 5000], [5000], []))
 def test_the_log_prob_is_nan_where_nothing_can_be_drawn(vocab):
     """With every filter, and wherever the numbers that are not finite lie."""
     rng = np.random.default_rng(vocab)
