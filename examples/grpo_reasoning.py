@@ -149,7 +149,7 @@ class Training:
         worker = cluster.rollout
         assert isinstance(worker, TimedRollout)
         try:
-            learner = make_learner(config, cluster, self._prepared.task.reward_fns)
+            learner = make_learner(config, cluster, self._prepared.task)
             cluster.with_external_metrics_logger(self._recorder.add_metrics)
             self._evaluate(0)
             self._pending_eval_s = 0.0

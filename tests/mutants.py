@@ -222,8 +222,8 @@ MUTANTS = (
            "temperature 0 is ignored, and answers are random"),
     Mutant("text-offsets-of-the-ends", "server", f"{_ENGINE}/server/openai/completions.py",
            "            offsets.append(progress.offset)\n"
-           "            progress.offset += len(self._texts[token])\n",
-           "            progress.offset += len(self._texts[token])\n"
+           "            self._pass(token, progress, echoed if index < num_echoed else None)\n",
+           "            self._pass(token, progress, echoed if index < num_echoed else None)\n"
            "            offsets.append(progress.offset)\n",
            ("tests/server/test_openai.py",),
            "text_offset is where a token ends"),
@@ -234,8 +234,8 @@ MUTANTS = (
            "whoever may generate may also load weights"),
     # ---------------------------------------------------------------- long_tail
     Mutant("carried-groups-asked-again", "long_tail", f"{_ADAPTER}/long_tail/asking.py",
-           "num_more = groups.config.num_asked(len(rows)) - len(groups)",
-           "num_more = groups.config.num_asked(len(rows))",
+           "num_more = groups.config.num_asked(len(numbers)) - len(groups)",
+           "num_more = groups.config.num_asked(len(numbers))",
            ("tests/adapter/test_over_sampling_machine.py",),
            "groups in work count twice, and there are ever more of them"),
     Mutant("owed-prompt-lost", "long_tail", f"{_ADAPTER}/long_tail/feed.py",

@@ -61,7 +61,7 @@ def test_file_is_sound_and_has_every_slice(trained):
     assert counts["detokenizer", "detokenize"] == counters.num_finished
     for name in ("weight_sync", "update_params", "train"):
         assert counts["trainer: MainThread", name] == NUM_STEPS
-    assert len(trace.named("tokenize")) == NUM_STEPS - 1  # the engine is built behind the first
+    assert len(trace.named("tokenize")) == NUM_STEPS
     for name in ("generate", "rollout", "reference_inference"):
         assert len([s for s in trace.named(name) if s.track.startswith("trainer: T")]) == NUM_STEPS
     assert [s.args["weight_version"] for s in trace.named("swap weights")] == [1, 2]

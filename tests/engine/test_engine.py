@@ -235,7 +235,7 @@ class TestBadInput:
         ("top_p", 1.1, r"\(0, 1\], got 1.1"),
         ("top_p", "1", "number"),
         ("min_p", -0.5, r"\[0, 1\]"),
-        ("top_k", -2, ">= 1 .*-1 or None"),
+        ("top_k", -2, ">= 1 .*-1, 0 or None"),
         ("top_k", 2.5, "integer"),
         ("n", 0, ">= 1, got 0"),
         ("max_new_tokens", -1, ">= 0, got -1"),

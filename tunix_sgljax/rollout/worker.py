@@ -356,11 +356,6 @@ class SglJaxRollout(BaseRollout):
         if not texts:
             raise InvalidRequestError("prompts is empty; it needs at least one prompt")
         is_joined = self._joins_calls and len(texts) > 1
-        with self._observers.span("tokenize", requests=len(texts)):
-            prompt_ids = [
-                self._encode(text, rollout_config, f"prompts[{row}]", is_joined=is_joined)
-                for row, text in enumerate(texts)
-            ]
         params = self._row_params(rollout_config, len(texts))
         if self._temperature is None:
             self._temperature = rollout_config.temperature
@@ -368,6 +363,11 @@ class SglJaxRollout(BaseRollout):
         watched = self._observers.generating(engine, len(texts))
         with watched, self._holding_policies(engine):
             with self._idle_policy.call(engine):
+                with self._observers.span("tokenize", requests=len(texts)):
+                    prompt_ids = [
+                        self._encode(text, rollout_config, f"prompts[{row}]", is_joined=is_joined)
+                        for row, text in enumerate(texts)
+                    ]
                 outputs = engine.generate_requests(prompt_ids, params, lora=self.adapter)
             output = self.to_output(prompt_ids, outputs, rollout_config)
             if self._match is not None and rollout_config.return_logprobs:
