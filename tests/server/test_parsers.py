@@ -461,19 +461,19 @@ class TestWork:
             counts["calls"] += event in ("call", "c_call")
 
         reader = parser(name, prompt=FORMS[name].head)
-        word = response_parser._WORD
-        monkeypatch.setattr(response_parser, "_WORD", Counting(word, counts))
         watches: list[Any] = [*vars(reader).values(), *reader._closes.values()]
-        for watch in filter(lambda each: isinstance(each, response_parser._Watch), watches):
-            watch.starts = Counting(watch.starts, counts)
-        sys.setprofile(see)
-        try:
-            for part in in_pieces(text, size):
-                reader.feed(part)
-            reader.end()
-        finally:
-            sys.setprofile(None)
-            monkeypatch.setattr(response_parser, "_WORD", word)
+        watches = [each for each in watches if isinstance(each, response_parser._Watch)]
+        with monkeypatch.context() as patch:  # other parsers share what is patched
+            patch.setattr(response_parser, "_WORD", Counting(response_parser._WORD, counts))
+            for watch in dict.fromkeys(watches):
+                patch.setattr(watch, "starts", Counting(watch.starts, counts))
+            sys.setprofile(see)
+            try:
+                for part in in_pieces(text, size):
+                    reader.feed(part)
+                reader.end()
+            finally:
+                sys.setprofile(None)
         return counts
 
     @pytest.mark.parametrize("kind", HOSTILE)

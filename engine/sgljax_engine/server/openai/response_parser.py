@@ -14,7 +14,8 @@ Each character is looked at a fixed number of times, however many marks there ar
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import functools
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import regex
@@ -54,8 +55,48 @@ class _Watch:
 
     def __init__(self, marks: Mapping[Mark, Field | None]) -> None:
         self.marks = marks
-        starts = [start for mark in marks for start in mark.starts]
-        self.starts = regex.compile("|".join(map(regex.escape, starts)) or r"(?!)")
+        self.starts = _any_of([start for mark in marks for start in mark.starts])
+
+
+class _Watches(NamedTuple):
+    """What is looked for, by where the parser is.
+
+    `plain` holds at the end of a text with an unfinished call, `late` behind thoughts, `first`
+    before them, `drafts` in thoughts with an unfinished call. `closes` has what ends each field,
+    `tag_starts` the start of a call's arguments, where these are tags.
+    """
+
+    plain: _Watch
+    late: _Watch
+    first: _Watch
+    drafts: _Watch
+    closes: Mapping[str, _Watch]
+    tag_starts: regex.Pattern[str] | None
+
+
+@functools.lru_cache(maxsize=64)  # hundreds of special tokens take 20 ms
+def _watches(
+    template: ResponseTemplate, dropped: tuple[str, ...], *, thinks: bool, has_calls: bool
+) -> _Watches:
+    fields = template.fields
+    thoughts = fields.get(REASONING) if thinks else None
+    calls = fields.get(CALLS) if has_calls else None
+    content = fields.get(CONTENT)
+    drops = [literal_mark(sorted(dropped))] if dropped else []
+    drops += [content.close] if content is not None and content.close is not None else []
+    plain = _Watch(dict.fromkeys(drops))
+    late = _Watch({**_opens(calls, content), **plain.marks})
+    tag_starts = None
+    if calls is not None and calls.tag_starts:
+        tag_starts = _any_of([*calls.tag_starts, *_starts(calls.close)])
+    return _Watches(
+        plain=plain,
+        late=late,
+        first=_Watch({**_opens(thoughts), **late.marks}),
+        drafts=_Watch({**_closes(thoughts), **_opens(calls), **plain.marks}),
+        closes={f.name: _Watch(_closes(f)) for f in (thoughts, calls, content) if f},
+        tag_starts=tag_starts,
+    )
 
 
 class ResponseParser:
@@ -87,22 +128,12 @@ class ResponseParser:
             thinks: False leaves thoughts in the content.
             max_calls: Calls to give back; None for all.
         """
-        fields = template.fields
         self._schemas, self._names = schemas or {}, names
-        self._thoughts = fields.get(REASONING) if thinks else None
-        calls = fields.get(CALLS) if schemas is not None else None
-        content = fields.get(CONTENT)
-        drops = [literal_mark(sorted(dropped))] if dropped else []
-        drops += [content.close] if content is not None and content.close is not None else []
-        self._plain = _Watch(dict.fromkeys(drops))
-        self._late = _Watch({**_opens(calls, content), **self._plain.marks})
-        self._first = _Watch({**_opens(self._thoughts), **self._late.marks})
-        self._drafts = _Watch({**_closes(self._thoughts), **_opens(calls), **self._plain.marks})
-        self._closes = {f.name: _Watch(_closes(f)) for f in (self._thoughts, calls, content) if f}
-        self._starts = None  # of the arguments of a call, where these are tags
-        if calls is not None and calls.tag_starts:
-            starts = [*calls.tag_starts, *_starts(calls.close)]
-            self._starts = regex.compile("|".join(map(regex.escape, starts)))
+        self._thoughts = template.fields.get(REASONING) if thinks else None
+        watches = _watches(template, tuple(dropped), thinks=thinks, has_calls=schemas is not None)
+        self._plain, self._late, self._first = watches.plain, watches.late, watches.first
+        self._drafts, self._closes = watches.drafts, watches.closes
+        self._tag_starts = watches.tag_starts
         self.calls: list[Call] = []
         self._max_calls = max_calls
         self._new: dict[str, list[str]] = {REASONING: [], CONTENT: []}
@@ -325,11 +356,11 @@ class ResponseParser:
         return self._end_call(json.end, closing.end(), closing)
 
     def _step_call(self, field: Field, is_end: bool) -> bool:
-        if self._is_fresh and self._starts is not None:
+        if self._is_fresh and self._tag_starts is not None:
             word = self._word(self._body_at)
             if word is None and not is_end:
                 return False
-            if word is not None and not self._starts.match(self._text, word, partial=True):
+            if word is not None and not self._tag_starts.match(self._text, word, partial=True):
                 return self._end_call(None, self._body_at)
         self._is_fresh = False
         tag_end = field.tag_end
@@ -395,6 +426,10 @@ class ResponseParser:
                 return
         self._has_words |= kind == CONTENT and bool(text.strip())
         self._new[kind].append(text)
+
+
+def _any_of(texts: Sequence[str]) -> regex.Pattern[str]:
+    return regex.compile("|".join(map(regex.escape, texts)) or r"(?!)")
 
 
 def _starts(mark: Mark | None) -> tuple[str, ...]:

@@ -102,7 +102,7 @@ class Field:
         return "".join([*marks, json.dumps(dict(self.args), ensure_ascii=False)]).replace("\\", "")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)  # equal to itself alone
 class ResponseTemplate:
     """A template that was checked. `anchor` is where an assistant's message starts in a prompt."""
 
