@@ -7,6 +7,7 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 from sgljax_engine import InvalidRequestError
 from sgljax_engine.processing.any_tokenizer import wrap_tokenizer
+from sgljax_engine.processing.conversation import conversation_ids
 from sgljax_engine.processing.tokenizer import DecodeOptions
 from sgljax_engine.processing.tunix_tokenizer import TunixHFTokenizer, TunixTokenizer
 from tests import tunix_reference as ref
@@ -41,7 +42,7 @@ def test_hugging_face_wrapped_twice_as_by_tunix_command_line():
 
 def test_chat_of_hugging_face_inside():
     tokenizer = wrap_tokenizer(TokenizerAdapter(small_tokenizers.byte_level()))
-    ids = tokenizer.apply_chat_template(ASK, add_generation_prompt=False)
+    ids = conversation_ids(tokenizer, ASK, add_generation_prompt=False)
     keep = DecodeOptions(skip_special_tokens=False)
     # Tunix puts BOS in front of all prompts and takes control tokens out of contents.
     assert tokenizer.decode(ids, keep) == "<|bos|><|im_start|>user\nthe fox<|im_end|>\n"
@@ -67,16 +68,14 @@ def test_sentencepiece_inside():
 
 def test_gemmas_format_without_a_template():
     tokenizer = wrap_tokenizer(TokenizerAdapter(small_tokenizers.sentencepiece()))
-    ids = tokenizer.apply_chat_template(ASK, add_generation_prompt=True)
+    ids = conversation_ids(tokenizer, ASK, add_generation_prompt=True)
     text = "<start_of_turn>user\nthe fox<end_of_turn>\n<start_of_turn>model\n"
     assert ids == tokenizer.encode(text)
     system = [{"role": "system", "content": "x"}, *ASK]
     with pytest.raises(InvalidRequestError, match=r"messages\[0\]\['role'\] .*got 'system'"):
-        tokenizer.apply_chat_template(system, add_generation_prompt=True)
+        conversation_ids(tokenizer, system, add_generation_prompt=True)
     with pytest.raises(InvalidRequestError, match=r"template_options .*got \['tools'\]"):
-        tokenizer.apply_chat_template(
-            ASK, add_generation_prompt=True, template_options={"tools": []}
-        )
+        conversation_ids(tokenizer, ASK, add_generation_prompt=True, template_options={"tools": []})
 
 
 def test_users_tokenizer_inside():

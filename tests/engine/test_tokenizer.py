@@ -12,6 +12,7 @@ from transformers.tokenization_utils_sentencepiece import SentencePieceBackend
 
 from sgljax_engine import Engine, EngineError, InvalidConfigError, InvalidRequestError
 from sgljax_engine.processing.any_tokenizer import wrap_tokenizer
+from sgljax_engine.processing.conversation import conversation_ids
 from sgljax_engine.processing.hf_tokenizer import HFTokenizer
 from sgljax_engine.processing.tokenizer import DecodeOptions
 from sgljax_engine.processing.tokenizer_folder import load_tokenizer
@@ -151,10 +152,10 @@ def test_byte_run_ids():
 def test_chat_template():
     tokenizer = wrap_tokenizer(small_tokenizers.byte_level())
     keep = DecodeOptions(skip_special_tokens=False)
-    ids = tokenizer.apply_chat_template(ASK, add_generation_prompt=True)
+    ids = conversation_ids(tokenizer, ASK, add_generation_prompt=True)
     expected = "<|im_start|>user\nhi<|im_end|>\n"
     assert tokenizer.decode(ids, keep) == expected + "<|im_start|>assistant\n"
-    ids = tokenizer.apply_chat_template(ASK, add_generation_prompt=False)
+    ids = conversation_ids(tokenizer, ASK, add_generation_prompt=False)
     assert all(type(token) is int for token in ids)
     assert tokenizer.decode(ids, keep) == expected
 
@@ -164,9 +165,9 @@ def test_chat_template_that_writes_bos():
     tokenizer = wrap_tokenizer(inner)
     plain = tokenizer.encode("hi")
     assert plain[0] == inner.bos_token_id
-    assert tokenizer.apply_chat_template(ASK, add_generation_prompt=True) == plain
-    loud = tokenizer.apply_chat_template(
-        ASK, add_generation_prompt=True, template_options={"loud": True}
+    assert conversation_ids(tokenizer, ASK, add_generation_prompt=True) == plain
+    loud = conversation_ids(
+        tokenizer, ASK, add_generation_prompt=True, template_options={"loud": True}
     )
     assert loud == tokenizer.encode("hi!")
 
@@ -187,13 +188,15 @@ def test_chat_template_that_writes_bos():
 def test_malformed_messages(messages, error):
     tokenizer = wrap_tokenizer(small_tokenizers.byte_level())
     with pytest.raises(InvalidRequestError, match=error):
-        tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        conversation_ids(tokenizer, messages, add_generation_prompt=True)
 
 
 def test_tool_calls_need_no_content():
     tokenizer = wrap_tokenizer(hugging_face(chat_template="{{ messages[0].tool_calls[0] }}"))
-    ids = tokenizer.apply_chat_template(
-        [{"role": "assistant", "content": None, "tool_calls": ["f"]}], add_generation_prompt=False
+    ids = conversation_ids(
+        tokenizer,
+        [{"role": "assistant", "content": None, "tool_calls": ["f"]}],
+        add_generation_prompt=False,
     )
     assert tokenizer.decode(ids) == "f"
 
@@ -212,14 +215,14 @@ def test_tool_calls_need_no_content():
 )
 def test_no_usable_template(make, error):
     with pytest.raises(InvalidRequestError, match=error):
-        wrap_tokenizer(make()).apply_chat_template(ASK, add_generation_prompt=True)
+        conversation_ids(wrap_tokenizer(make()), ASK, add_generation_prompt=True)
 
 
 def test_template_options_that_are_not_the_templates():
     tokenizer = wrap_tokenizer(small_tokenizers.byte_level())
     with pytest.raises(InvalidRequestError, match="must not set 'tokenize', got False"):
-        tokenizer.apply_chat_template(
-            ASK, add_generation_prompt=True, template_options={"tokenize": False}
+        conversation_ids(
+            tokenizer, ASK, add_generation_prompt=True, template_options={"tokenize": False}
         )
 
 
@@ -237,11 +240,11 @@ class ChatTokenizer(CharTokenizer):
 
 def test_users_own_chat_template():
     tokenizer = wrap_tokenizer(ChatTokenizer())
-    ids = tokenizer.apply_chat_template(ASK, add_generation_prompt=True)
+    ids = conversation_ids(tokenizer, ASK, add_generation_prompt=True)
     assert ids == [1, *map(ord, "hi?")]
     with pytest.raises(InvalidRequestError, match="unexpected keyword argument 'loud'"):
-        tokenizer.apply_chat_template(
-            ASK, add_generation_prompt=True, template_options={"loud": True}
+        conversation_ids(
+            tokenizer, ASK, add_generation_prompt=True, template_options={"loud": True}
         )
 
 

@@ -110,13 +110,8 @@ class _Template:
 
     def ids(self, end: int, add_generation_prompt: bool) -> list[int]:
         """Token ids of the first messages."""
-        if self._max_tokens is not None:
-            self._rendered(self._messages[:end], add_generation_prompt)
-        return self._tokenizer.apply_chat_template(
-            self._messages[:end],
-            add_generation_prompt=add_generation_prompt,
-            template_options=self._options,
-        )
+        text = self._rendered(self._messages[:end], add_generation_prompt)
+        return self._tokenizer.encode_conversation(text)
 
     def tail(self, index: int, end: int, add_generation_prompt: bool) -> list[int]:
         """Token ids of what follows the content of a message, up to another one."""

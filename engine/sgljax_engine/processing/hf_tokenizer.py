@@ -165,21 +165,6 @@ class HFTokenizer:
             tokenize=False,
         )
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool,
-        template_options: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Token ids of a conversation, rendered with the tokenizer's own chat template."""
-        text = self.render_chat(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            template_options=template_options,
-        )
-        return self.encode_conversation(text)
-
 
 @functools.cache
 def _byte_level_codes() -> Mapping[str, int]:

@@ -97,17 +97,7 @@ class Tokenizer(Protocol):
         add_generation_prompt: bool,
         template_options: Mapping[str, Any] | None = None,
     ) -> str:
-        """Text of a conversation; arguments and errors are those of `apply_chat_template`."""
-        ...
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool,
-        template_options: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Token ids of a conversation, rendered with the tokenizer's own chat template.
+        """Text of a conversation, rendered with the tokenizer's own chat template.
 
         Args:
             messages: Dicts with a `role` and a `content`, both text. A message with `tool_calls`

@@ -120,21 +120,6 @@ class TunixTokenizer:
             )
         return text
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool,
-        template_options: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Token ids of a conversation, rendered with the tokenizer's own chat template."""
-        text = self.render_chat(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            template_options=template_options,
-        )
-        return self.encode_conversation(text)
-
 
 class TunixHFTokenizer(TunixTokenizer):
     """Tunix's adapter over a Hugging Face tokenizer: the adapter encodes, the tokenizer decodes."""
