@@ -12,7 +12,7 @@ from sgljax_engine.server.workers import Workers
 
 
 class TokenTexts:
-    """Text of single tokens, kept by id.
+    """Texts and bytes of single tokens, kept by id.
 
     Attributes:
         special: The texts of special tokens, as far as they are known.
@@ -22,24 +22,25 @@ class TokenTexts:
         """Knows none."""
         self.special = frozenset(engine.special_tokens)
         self._engine = engine
-        self._texts: dict[int, str] = {}
+        self._found: dict[int, tuple[str, bytes | None]] = {}
 
     def __getitem__(self, token: int) -> str:
         """The text of a token, with its space; U+FFFD where it is a part of a character."""
-        if token not in self._texts:
-            known = self._engine.token_bytes(token)
-            self._texts[token] = (
-                self._engine.detokenize([token], skip_special_tokens=None)
-                if known is None
-                else known.decode(errors="replace")
-            )
-        return self._texts[token]
+        return self._find(token)[0]
 
     def bytes_of(self, token: int) -> bytes | None:
         """The bytes of a token; None for a part of a character that is not known."""
-        known = self._engine.token_bytes(token)
-        text = self[token]
-        return text.encode() if known is None and "\ufffd" not in text else known
+        return self._find(token)[1]
+
+    def _find(self, token: int) -> tuple[str, bytes | None]:
+        if token not in self._found:
+            known = self._engine.token_bytes(token)
+            if known is not None:
+                self._found[token] = known.decode(errors="replace"), known
+            else:
+                text = self._engine.detokenize([token], skip_special_tokens=None)
+                self._found[token] = text, None if "\ufffd" in text else text.encode()
+        return self._found[token]
 
 
 @dataclasses.dataclass
