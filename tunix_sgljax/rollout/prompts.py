@@ -61,25 +61,26 @@ class PromptEncoder:
         """
         ids = self._ids(prompt, name, render)
         kept = padding.strip_prompt(ids, self.tokenizer.pad_id())
-        shown = f"{name}={prompt!r:.{_SHOWN_CHARS}}"
+        length, num_new = len(kept), config.max_tokens_to_generate
         if not kept:
             found = f"holds the pad id {self.tokenizer.pad_id()} alone" if ids else "has no tokens"
-            raise InvalidRequestError(f"{shown} {found}; it needs at least one other token")
-        length, num_new = len(kept), config.max_tokens_to_generate
-        if length + num_new > max_model_len:
-            raise InvalidRequestError(
-                f"{shown} has {length} tokens; with max_tokens_to_generate {num_new} that is "
+            problem = f"{found}; it needs at least one other token"
+        elif length + num_new > max_model_len:
+            problem = (
+                f"has {length} tokens; with max_tokens_to_generate {num_new} that is "
                 f"{length + num_new}, the limit is max_model_len = {max_model_len}"
             )
-        if is_joined and length > config.max_prompt_length:
-            raise InvalidRequestError(
-                f"{shown} has {length} tokens, more than "
+        elif is_joined and length > config.max_prompt_length:
+            problem = (
+                f"has {length} tokens, more than "
                 f"RolloutConfig.max_prompt_length={config.max_prompt_length}: Tunix joins the "
                 "prompts of several rollout calls, which must be of one width. Raise it, drop the "
                 "prompt, or set rollout_micro_batch_size to a multiple of "
                 "compute_logps_micro_batch_size"
             )
-        return kept
+        else:
+            return kept
+        raise InvalidRequestError(f"{name}={prompt!r:.{_SHOWN_CHARS}} {problem}")
 
     def _ids(
         self, prompt: Any, name: str, render: Callable[[Sequence[Any]], list[int]]

@@ -344,9 +344,7 @@ class SglJaxRollout(BaseRollout):
         self._checked.get(rollout_config, lambda: self._check_call(rollout_config))
         self._builder.check_same_mapping(rollout_config)
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        if self._batch_advice is not None and not isinstance(
-            prompts, str
-        ):  # agentic ones are texts
+        if self._batch_advice is not None and not isinstance(prompts, str):  # agents give a text
             logger.warning("%s", self._batch_advice)
             self._batch_advice = None
         prepared = self._prepared.take(len(texts))
