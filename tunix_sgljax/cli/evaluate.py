@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tunix_sgljax.cli.engine_options import model_folder
 from tunix_sgljax.cli.output import emit, say
@@ -91,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
     from tunix_sgljax.observability.progress import Progress, is_interactive
     from tunix_sgljax.training.evaluation import EvaluationOptions, run_evaluation
+    from tunix_sgljax.training.report import write_whole
 
     absl_logging.set_verbosity(absl_logging.ERROR)
     options = EvaluationOptions(
@@ -107,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     is_drawn = not args.quiet and is_interactive()
     with Progress(enabled=is_drawn) as progress:
         found = run_evaluation(config, options, progress if is_drawn or args.quiet else None)
-    _write(output, found)
+    write_whole(output, {**found._asdict(), "weights": found.weights._asdict()})
     emit(in_words(found))
     if not args.quiet:
         say(f"wrote {output}")
@@ -128,12 +127,3 @@ def in_words(found: Evaluation) -> str:
         f"completion(s) each, {how}{cut if found.num_cut else ''}\n"
         f"mean reward {found.mean_reward:.3f}{error}{passed}"
     )
-
-
-def _write(path: Path, found: Evaluation) -> None:
-    """Writes the file beside its place, and renames it."""
-    content: dict[str, Any] = {**found._asdict(), "weights": found.weights._asdict()}
-    partial = path.with_name(path.name + ".partial")
-    text = json.dumps(content, indent=2) + "\n"
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)

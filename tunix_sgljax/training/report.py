@@ -10,9 +10,9 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -249,12 +249,17 @@ def write_json(
 
     An older file stays whole, and stays if the disk is full.
     """
-    content = {
+    content: dict[str, Any] = {
         "settings": {"device": jax.devices()[0].device_kind, **dataclasses.asdict(config)},
         "summary": summarize(records),
         "steps": [record._asdict() for record in records],
         "evaluations": [record._asdict() for record in evals],
     }
+    write_whole(path, content)
+
+
+def write_whole(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes JSON; an older file stays whole, and stays if the disk is full."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{path.name}.partial")
     try:
