@@ -52,13 +52,18 @@ def _dense_config(config: hf.HfConfig) -> ModelConfig:
     )
 
 
+def _window(config: hf.HfConfig) -> int | None:
+    """The window of sliding layers; None without `use_sliding_window`."""
+    return config["sliding_window"] if hf.flag(config, "use_sliding_window") else None
+
+
 def _attention(config: hf.HfConfig) -> AttentionConfig:
     """Windows, which only count with `use_sliding_window`: in the last layers, if none are named.
 
     Raises:
         InvalidConfigError: for a sliding layer without a window.
     """
-    window = config["sliding_window"] if hf.flag(config, "use_sliding_window") else None
+    window = _window(config)
     sliding: tuple[bool, ...] = ()
     if config.get("layer_types") is not None:
         sliding = hf.sliding_layers(config, 1)
@@ -96,14 +101,13 @@ def _moe_config(config: hf.HfConfig) -> ModelConfig:
         intermediate_size=hf.require(config, "moe_intermediate_size"),
         norm_topk_prob=hf.flag(config, "norm_topk_prob"),
     )
-    window = config["sliding_window"] if hf.flag(config, "use_sliding_window") else None
     # config.json's own intermediate_size is that of MLPs which no layer has.
     config = {**config, "intermediate_size": moe.intermediate_size}
     return hf.dense_config(
         config,
         rope=hf.read_rope(config),
         tied_by_default=False,
-        attention=hf.sliding_everywhere(config, window),
+        attention=hf.sliding_everywhere(config, _window(config)),
         attention_bias=hf.flag(config, "attention_bias"),
         moe=moe,
     )
