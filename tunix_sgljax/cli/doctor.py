@@ -55,7 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Writes the report; returns 1 if there is a problem."""
     from tunix_sgljax.cli.doctor_checks import find_all
-    from tunix_sgljax.cli.doctor_facts import find_accelerators, gather, look_at_tokenizer
+    from tunix_sgljax.cli.doctor_facts import (
+        compare_tokenizer,
+        find_accelerators,
+        gather,
+        look_at_tokenizer,
+    )
 
     check_target_options(args)
     config, is_here, folder = engine_config(args), args.topology is None, None
@@ -66,10 +71,12 @@ def run(args: argparse.Namespace) -> int:
     facts = gather(folder, config, has_preview=is_here)
     if not is_here:
         facts = dataclasses.replace(facts, **_look_there(args), topology=args.topology)
-    paths = [] if args.tokenizer is None else [_tokenizer_folder(args.tokenizer)]
-    if folder is not None and facts.model is not None and facts.model.tokenizer_size:
-        paths.append(folder)
-    facts = dataclasses.replace(facts, tokenizers=tuple(map(look_at_tokenizer, paths)))
+    tokenizers = []
+    if args.tokenizer is not None:
+        tokenizers.append(look_at_tokenizer(_tokenizer_folder(args.tokenizer)))
+    if folder is not None and facts.model is not None and facts.model.tokenizer_size:  # it loads
+        tokenizers.append(compare_tokenizer(folder))
+    facts = dataclasses.replace(facts, tokenizers=tuple(tokenizers))
     findings = find_all(facts)
     emit("\n".join([*describe(facts), "", *list_findings(findings)]))
     return 1 if any(finding.level == "problem" for finding in findings) else 0

@@ -288,16 +288,23 @@ def look_at_model(folder: Path) -> Model:
 
 
 def look_at_tokenizer(folder: Path) -> TokenizerFolder:
-    """Loads a tokenizer as the engine does and as transformers alone, and compares."""
-    from transformers import AutoTokenizer
+    """Loads a tokenizer as the engine does, and compares it."""
+    from sgljax_engine import InvalidConfigError, load_hf_tokenizer
 
-    from sgljax_engine import InvalidConfigError, find_tokenizer_difference, load_hf_tokenizer
-
-    path = str(folder)
     try:
         load_hf_tokenizer(folder)
     except InvalidConfigError as error:
-        return TokenizerFolder(path, problem=str(error))
+        return TokenizerFolder(str(folder), problem=str(error))
+    return compare_tokenizer(folder)
+
+
+def compare_tokenizer(folder: Path) -> TokenizerFolder:
+    """Compares a tokenizer that loads with what transformers alone makes of its folder."""
+    from transformers import AutoTokenizer
+
+    from sgljax_engine import find_tokenizer_difference
+
+    path = str(folder)
     try:
         difference = find_tokenizer_difference(AutoTokenizer.from_pretrained(path))
     except Exception as error:  # whatever transformers raises for a file
