@@ -134,8 +134,10 @@ def test_an_interrupt_ends_the_making_of_an_engine():
         while True:
             progress.advanced("place weights", 1)
 
+    before = threading.enumerate()
     with pytest.raises(KeyboardInterrupt):
         start_on_clean_thread(build, progress)
+    assert threading.enumerate() == before
 
 
 def test_progress_is_read_without_the_engine_thread(engine):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import jax
 
@@ -67,14 +68,26 @@ def start_on_clean_thread(
         build: Builds the parts.
         progress: What `build` reports to. After an interrupt it ends the building.
     """
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(lambda: _start(*build()))
+    future: Future[tuple[EngineGroup, Limits]] = Future()
+
+    def make() -> None:
         try:
-            return future.result()
-        except BaseException:  # an interrupt: what gets built all the same must not live on
-            progress.end("the caller who made the engine was interrupted")
-            future.add_done_callback(_stop_if_started)
-            raise
+            future.set_result(_start(*build()))
+        except BaseException as error:
+            future.set_exception(error)
+
+    thread = threading.Thread(target=make, name="sgljax-engine-builder")
+    try:
+        thread.start()
+        return future.result()
+    except BaseException:  # an interrupt: what gets built all the same must not live on
+        progress.end("the caller who made the engine was interrupted")
+        future.add_done_callback(_stop_if_started)
+        raise
+    finally:
+        if thread.ident is not None:  # else the interrupt came before the thread
+            thread.join()
+        del future  # an error's traceback would keep it, and it the error
 
 
 def _start(built: BuiltGroup, limits: Limits) -> tuple[EngineGroup, Limits]:
