@@ -121,7 +121,7 @@ def test_a_checkpoint_has_the_reward_that_its_training_measured(tmp_path, capsys
     assert ("holds LoRA pairs" if lora else "has shape") in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_demos_model_as_a_file_and_as_a_folder(tmp_path, capsys):
     folder = tmp_path / "addition_hf"
     assert hf_folder.main([str(folder)]) == 0

@@ -71,7 +71,7 @@ def test_doctor_explains_the_set_up(run):
         assert f"\n{line}" in result.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_model_completes_prompts(run):
     greedy = ["--temperature", "0", "--max-new-tokens", "4"]
     result = run("generate", "--model", MODEL, *greedy, "1 + 1 =")

@@ -220,9 +220,9 @@ def test_a_few_requests(backend, model, index):
     assert len(interrupt.counts) >= 3, "of the ways to interrupt"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @NATIVE
-@pytest.mark.parametrize("is_deterministic", [pytest.param(False, marks=pytest.mark.soak), True])
+@pytest.mark.parametrize("is_deterministic", [False, True])
 def test_pages_of_a_checkpoint(alone, tmp_path, is_deterministic):
     """They may come from an engine that adds up otherwise: they are computed anew."""
     options = {**WAYS[0].options, "disable_radix_cache": False}

@@ -150,7 +150,7 @@ def test_weights_of_a_trainer_on_other_devices(expected, trainer, engine_mesh):
         assert tokens_of(engine.generate_requests(PROMPTS, LONG)) == expected[0]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_from_arrays_of_the_controller():
     """Weights that were loaded into this process go up; nothing comes down."""
     with watched(), make_engine(mesh=remote_mesh(1, 1)) as engine:

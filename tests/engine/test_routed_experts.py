@@ -303,6 +303,6 @@ with make(mesh) as engine:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_several_devices():
     run_python("-c", ON_DEVICES, num_devices=4)

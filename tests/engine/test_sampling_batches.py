@@ -132,7 +132,7 @@ def large():
 class TestWidths:
     """Lists of 64, 256 and more entries; the engine moves a request from one to the next."""
 
-    @pytest.mark.slow
+    @pytest.mark.soak
     def test_more_distinct_tokens_than_a_list_holds(self, large):
         """Penalties over the widths 64, 256 and 600, against a float64 model."""
         params = SamplingParams(

@@ -138,7 +138,7 @@ class TestEngine:
         "backend",
         [
             "auto",
-            pytest.param("xla", marks=pytest.mark.slow),
+            pytest.param("xla", marks=pytest.mark.soak),
             pytest.param("xla_rows", marks=pytest.mark.soak),
         ],
     )

@@ -13,9 +13,13 @@ from tests.folders.answers import Comparer, Verdict, answers
 from tests.folders.cases import cases
 from tests.folders.families import FAMILIES
 from tests.folders.kept import LENIENT, REFUSED
+from tests.tiers import tiered
 
 FAST = ("llama", "gemma3_multimodal")
-"""A text model and a nested one; the others are `slow`."""
+"""A text model and a nested one."""
+
+SOAK = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_multimodal")
+"""Hybrids, whose forward passes compile longest; qwen3_5_multimodal is read with the others."""
 
 KEPT = {"refused": REFUSED, "lenient": LENIENT}
 
@@ -24,10 +28,7 @@ def family_of(name: str) -> str:
     return name.split(" + ")[0]
 
 
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(family, marks=() if family in FAST else pytest.mark.slow) for family in FAMILIES],
-)
+@pytest.mark.parametrize("family", tiered(FAMILIES, FAST, set(FAMILIES) - set(SOAK)))
 def test_a_folder_means_what_transformers_makes_of_it(family):
     comparer = Comparer()
     verdicts = {

@@ -231,7 +231,7 @@ sys.stdout.write("done")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_forked_child_keeps_neither_port_nor_connections():
     root = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "engine")])}

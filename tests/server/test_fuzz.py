@@ -84,7 +84,7 @@ def tamed(path: str, body: Any, rng: random.Random) -> Any:
 
 @pytest.mark.parametrize(
     "num_examples",
-    [pytest.param(400, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.soak)],
+    [pytest.param(150, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.soak)],
 )
 def test_requests_that_the_schema_allows_and_others(served, num_examples):
     """Over all routes, on one server that stays as earlier requests left it."""
