@@ -69,14 +69,9 @@ def start_on_clean_thread(
         progress: What `build` reports to. After an interrupt it ends the building.
     """
     future: Future[tuple[EngineGroup, Limits]] = Future()
-
-    def make() -> None:
-        try:
-            future.set_result(_start(*build()))
-        except BaseException as error:
-            future.set_exception(error)
-
-    thread = threading.Thread(target=make, name="sgljax-engine-builder")
+    thread = threading.Thread(
+        target=_build_and_start, args=(build, future), name="sgljax-engine-builder"
+    )
     try:
         thread.start()
         return future.result()
@@ -87,7 +82,16 @@ def start_on_clean_thread(
     finally:
         if thread.ident is not None:  # else the interrupt came before the thread
             thread.join()
-        del future  # an error's traceback would keep it, and it the error
+
+
+def _build_and_start(
+    build: Callable[[], tuple[BuiltGroup, Limits]], future: Future[tuple[EngineGroup, Limits]]
+) -> None:
+    try:
+        future.set_result(_start(*build()))
+    except BaseException as error:
+        future.set_exception(error)
+    del future  # else an error and its traceback, which has this frame, would keep each other
 
 
 def _start(built: BuiltGroup, limits: Limits) -> tuple[EngineGroup, Limits]:
