@@ -16,12 +16,15 @@ from typing import Any
 
 from flax import nnx
 
+import sgljax_cpu
 import sgljax_engine
 import tunix_sgljax
 from tests import tunix_reference as ref
 from tests.adapter.helpers import MODEL, new_rollout, params_of, rollout_config
 
-OURS = tuple(str(Path(package.__file__).parent) for package in (tunix_sgljax, sgljax_engine))
+OURS = tuple(
+    str(Path(package.__file__).parent) for package in (tunix_sgljax, sgljax_engine, sgljax_cpu)
+)
 
 
 class Counter:

@@ -45,7 +45,7 @@ _CACHE = ".cache"
 
 No mutant leaves anything there that another run would take for its own: programs are kept by
 content. JAX's keys are made of what XLA compiles. Those of JIT-compiled CPU kernels
-(`kernels.cpu.kept_code`), and the names by which programs call them, are made of the kernels' LLVM
+(`sgljax_cpu.kept_code`), and the names by which programs call them, are made of the kernels' LLVM
 IR. What compiles that has a number, `machine._PIPELINE`, that is raised by hand: no mutant is in
 `kernels`.
 """

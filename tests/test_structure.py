@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests"
 PACKAGES = {
     "sgljax_engine": ROOT / "engine" / "sgljax_engine",
+    "sgljax_cpu": ROOT / "engine" / "sgljax_cpu",
     "tunix_sgljax": ROOT / "tunix_sgljax",
 }
 
@@ -72,7 +73,7 @@ HOST_ONLY = (
     "core.stats",
 )
 
-MAX_TOP_LEVEL = {"sgljax_engine": 13, "tunix_sgljax": 10}
+MAX_TOP_LEVEL = {"sgljax_engine": 13, "sgljax_cpu": 32, "tunix_sgljax": 10}
 """Modules beside the folders, `__init__` included."""
 
 
@@ -160,6 +161,17 @@ def test_engine_never_imports_tunix():
     for name, path in modules("sgljax_engine").items():
         for imported in imports(path):
             assert imported.split(".")[0] not in ("tunix", "tunix_sgljax"), name
+
+
+def test_the_cpu_kernels_have_one_door():
+    """They import nothing of the engine, which uses what the package exports."""
+    public = {f"sgljax_cpu.{name}" for name in importlib.import_module("sgljax_cpu").__all__}
+    for name, path in modules("sgljax_cpu").items():
+        assert not [each for each in imports(path) if is_within(each, "sgljax_engine")], name
+    for package in ("sgljax_engine", "tunix_sgljax"):
+        for name, path in modules(package).items():
+            found = {each for each in imports(path) if is_within(each, "sgljax_cpu")}
+            assert found <= public | {"sgljax_cpu"}, f"{package}.{name}"
 
 
 def test_adapter_uses_the_engines_public_names_only():

@@ -16,7 +16,11 @@ import install_matrix
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-SOURCES = {"tunix_sgljax": ROOT, "sgljax_engine": ROOT / "engine"}
+SOURCES = {
+    "tunix_sgljax": ROOT,
+    "sgljax_engine": ROOT / "engine",
+    "sgljax_cpu": ROOT / "engine",
+}
 
 
 @pytest.fixture(scope="module")

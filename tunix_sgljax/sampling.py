@@ -40,11 +40,11 @@ WeightUpdateMode = Literal["retract", "in_place", "wait", "abort"]
 
 
 def apply_log_level(config: RolloutConfig) -> None:
-    """Sets the log level of the two packages if the config names another than "info"."""
+    """Sets the log level of our packages if the config names another than "info"."""
     level = config.rollout_sglang_jax_log_level
     if level is None or level == "info":
         return
-    for name in ("sgljax_engine", "tunix_sgljax"):
+    for name in ("sgljax_cpu", "sgljax_engine", "tunix_sgljax"):
         try:
             logging.getLogger(name).setLevel(level.upper())
         except ValueError:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+import sgljax_cpu
 from sgljax_engine import Engine, ModelConfig, RequestOutput, SamplingParams
-from sgljax_engine.layers import target
 from sgljax_engine.processing.input_processor import LogprobArgs
 from tests import inside
 from tests.engine.interrupts import wait_until
@@ -37,9 +37,9 @@ def using(backend: str) -> Iterator[str]:
     """With JIT-compiled CPU kernels ("native"), or with what is used without them ("portable")."""
     with pytest.MonkeyPatch.context() as patch:
         if backend == "portable":
-            patch.setattr(target, "unavailable", lambda: "this is a test of what else there is")
-        elif target.unavailable() is not None:
-            pytest.skip(f"no JIT-compiled CPU kernels here: {target.unavailable()}")
+            patch.setattr(sgljax_cpu, "unavailable", lambda: "this is a test of what else there is")
+        elif sgljax_cpu.unavailable() is not None:
+            pytest.skip(f"no JIT-compiled CPU kernels here: {sgljax_cpu.unavailable()}")
         yield backend
 
 
@@ -133,7 +133,7 @@ def make_engine(
     weights: Mapping[str, Any] | None = None,
 ) -> Engine:
     """A deterministic one, unless told otherwise; with JIT-compiled kernels, by default."""
-    flag = None if target.unavailable() is None else True
+    flag = None if sgljax_cpu.unavailable() is None else True
     given: dict[str, Any] = {"enable_deterministic_sampling": flag, **options}
     return Engine(
         model_config=model,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import pytest
 
-from sgljax_engine.kernels.cpu import chain
-from sgljax_engine.kernels.cpu.machine import Vectors, host_vectors
+from sgljax_cpu import chain
+from sgljax_cpu.machine import Vectors, host_vectors
 from tests.tiers import tiered
 
 _PROBLEM = chain.unavailable()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sgljax_engine.kernels.cpu import chain
+from sgljax_cpu import chain
 from sgljax_engine.sampling import sampler
 from sgljax_engine.sampling.native import NATIVE
 

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+import sgljax_cpu
 from sgljax_engine import InvalidConfigError, logical_rules
-from sgljax_engine.attention import cpu
 from sgljax_engine.attention.batch_invariant import ordered_backend
 from sgljax_engine.attention.cpu import native_attention, native_write_kv
 from sgljax_engine.attention.registry import BACKENDS, PORTABLE, pick_attention
 from sgljax_engine.config import ATTENTION_BACKENDS, LINEAR_BACKENDS, RuntimeConfig
-from sgljax_engine.layers import target
 from sgljax_engine.layers.kernels import XlaKernels, pick_kernels
 from sgljax_engine.layers.tpu import TpuHeads
 from sgljax_engine.models.registry import get_model
@@ -38,8 +37,7 @@ def placement(linear: str = "auto", **changes: Any) -> Placement:
 
 @pytest.fixture
 def no_machine_code(monkeypatch):
-    for module in (target, programs):
-        monkeypatch.setattr(module, "unavailable", lambda: "out of luck")
+    monkeypatch.setattr(sgljax_cpu, "unavailable", lambda: "out of luck")
 
 
 def pick(head_dim: int = 16, *, attention: str = "auto", linear: str = "auto", **changes: Any):
@@ -104,7 +102,7 @@ def test_no_cpu_kernels_at_all(no_machine_code, monkeypatch):
     def no_llvmlite():
         raise ImportError("planted: llvmlite is not installed")
 
-    monkeypatch.setattr(cpu, "host_vectors", no_llvmlite)
+    monkeypatch.setattr(sgljax_cpu, "host_vectors", no_llvmlite)
     assert pick() == ("xla_tiles", "xla", {"out of luck"})
     assert pick_attention("auto", placement().target, (16,)).contiguous_kv == "if_it_fits"
     with pytest.raises(InvalidConfigError, match="cannot be had here: out of luck"):

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sgljax_engine.kernels.cpu.longest_match import longest_match
-from sgljax_engine.layers import target
+import sgljax_cpu
+from sgljax_cpu.longest_match import longest_match
 from sgljax_engine.runner.batches.drafts import TextSizes, build_draft_batch
 from sgljax_engine.runner.programs.drafts import (
     NO_TOKEN,
@@ -62,8 +62,8 @@ def search_slowly(text, num_text, stops, ends, max_length):
 
 @pytest.mark.parametrize("backend", ["portable", "native"])
 def test_search(backend):
-    if backend == "native" and target.unavailable() is not None:
-        pytest.skip(f"no JIT-compiled CPU kernels here: {target.unavailable()}")
+    if backend == "native" and sgljax_cpu.unavailable() is not None:
+        pytest.skip(f"no JIT-compiled CPU kernels here: {sgljax_cpu.unavailable()}")
     search = jax.jit(longest_match if backend == "native" else search_text, static_argnums=4)
     rng, size = np.random.default_rng(0), MATCHED_TOKENS + 2 * TEXT_CHUNK
     for vocab_size in (1, 2, 3, 10, 500):

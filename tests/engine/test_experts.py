@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sgljax_engine.kernels.cpu.chain import unavailable
-from sgljax_engine.kernels.cpu.panels import Panels, pack
+from sgljax_cpu.chain import unavailable
+from sgljax_cpu.panels import Panels, pack
 from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.experts import Experts, MixOptions, Routing, mix, route, shards_width
 from sgljax_engine.layers.kernels import CpuKernels, Options, XlaKernels

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
+import sgljax_cpu
 from sgljax_engine import Engine
-from sgljax_engine.layers import target
 from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.kernels import XlaKernels
 from sgljax_engine.models.registry import MODELS
@@ -79,7 +79,7 @@ def strict_ranks(name):
 )
 def test_without_jit_compiled_kernels(name, layout, monkeypatch):
     """XLA's products, rows copied out of pages, and the layout of TPUs and GPUs too."""
-    monkeypatch.setattr(target, "unavailable", lambda: "this is a test of what else there is")
+    monkeypatch.setattr(sgljax_cpu, "unavailable", lambda: "this is a test of what else there is")
     monkeypatch.setattr(submeshes, "default_layout", lambda platform: layout)
     golden = np.load(GOLDEN / name / "golden.npz")
     with Engine(GOLDEN / name, dtype="float32", **SMALL) as engine:

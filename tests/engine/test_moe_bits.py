@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
+import sgljax_cpu
 from sgljax_engine import MoEConfig
-from sgljax_engine.layers import target
 from tests.devices import run_python
 from tests.engine.determinism_cases import ALONE, Way, differing, make_engine, requests, run
 from tests.engine.models import HYBRID, TINY_MOE, spread_weights
@@ -52,7 +52,9 @@ REQUESTS = [
 def test_no_bit_differs(backend, model, monkeypatch):
     """Alone or in one prefill; in other chunks and orders, retracted; as XLA computes it too."""
     if backend == "portable":
-        monkeypatch.setattr(target, "unavailable", lambda: "this is a test of what else there is")
+        monkeypatch.setattr(
+            sgljax_cpu, "unavailable", lambda: "this is a test of what else there is"
+        )
     weights = spread_weights(model)
     order = np.random.default_rng(1).permutation(len(REQUESTS)).tolist()
     with make_engine(ALONE, model, weights) as engine:

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sgljax_engine.kernels.cpu import fusion
-from sgljax_engine.kernels.cpu.fusion import fuse
-from sgljax_engine.kernels.cpu.linear import linear
-from sgljax_engine.kernels.cpu.norm import rms_norm
-from sgljax_engine.kernels.cpu.panels import pack
+from sgljax_cpu import fusion
+from sgljax_cpu.fusion import fuse
+from sgljax_cpu.linear import linear
+from sgljax_cpu.norm import rms_norm
+from sgljax_cpu.panels import pack
 from tests.engine.native_cases import lanes, needs_machine_code
 
 __all__ = ["lanes"]

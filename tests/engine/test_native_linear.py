@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sgljax_engine.kernels.cpu.copy import copy
-from sgljax_engine.kernels.cpu.embed import embed
-from sgljax_engine.kernels.cpu.linear import linear
-from sgljax_engine.kernels.cpu.norm import rms_norm
-from sgljax_engine.kernels.cpu.pack import pack
-from sgljax_engine.kernels.cpu.panels import pack as portable_pack
-from sgljax_engine.kernels.cpu.panels import unpack
-from sgljax_engine.kernels.cpu.rope import rope_tables, rotate
+from sgljax_cpu.copy import copy
+from sgljax_cpu.embed import embed
+from sgljax_cpu.linear import linear
+from sgljax_cpu.norm import rms_norm
+from sgljax_cpu.pack import pack
+from sgljax_cpu.panels import pack as portable_pack
+from sgljax_cpu.panels import unpack
+from sgljax_cpu.rope import rope_tables, rotate
 from tests.engine.native_cases import lanes, needs_machine_code
 from tests.tiers import tiered
 

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sgljax_engine.kernels.cpu import abi, chain, kept_code, machine, math
-from sgljax_engine.kernels.cpu.emit import I64, PTR, VOID, Code, Module, vector
-from sgljax_engine.kernels.cpu.linear import linear
-from sgljax_engine.kernels.cpu.operation import Operation, Plan
-from sgljax_engine.kernels.cpu.panels import pack
+from sgljax_cpu import abi, chain, kept_code, machine, math
+from sgljax_cpu.emit import I64, PTR, VOID, Code, Module, vector
+from sgljax_cpu.linear import linear
+from sgljax_cpu.operation import Operation, Plan
+from sgljax_cpu.panels import pack
 from tests.engine.native_cases import needs_machine_code, vectors_of
 from tests.threads import LIMIT_S, start
 
@@ -118,7 +118,7 @@ class TestMachine:
 @pytest.mark.parametrize("lanes", [8, 16])
 class TestFunctions:
     def apply(self, name, values, lanes):
-        """A function of `kernels.cpu.math`, of every number."""
+        """A function of `sgljax_cpu.math`, of every number."""
         module = Module()
         with Code(module, "apply", VOID, [PTR, PTR, I64], is_public=True) as code:
             source, target, count = code.arguments
@@ -160,7 +160,7 @@ class TestKeptCode:
     CODE = """
 import sys, jax, numpy as np
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
-from sgljax_engine.kernels.cpu.copy import copy
+from sgljax_cpu.copy import copy
 x = np.arange(6, dtype=np.float32)
 assert np.array_equal(jax.jit(copy)(x)[0], x)
 """
@@ -255,7 +255,7 @@ import os
 import re
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
 import jax, numpy as np
-from sgljax_engine.kernels.cpu.linear import linear
+from sgljax_cpu.linear import linear
 weight, x = np.ones((20, 200, 16), np.float32), np.ones((40, 200), np.float32)
 run = jax.jit(linear, static_argnums=2)
 assert np.array_equal(run(weight, x, 320), np.full((40, 320), 200, np.float32))

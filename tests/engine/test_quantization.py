@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sgljax_cpu import chain
 from sgljax_engine import (
     Engine,
     EngineConfig,
@@ -19,7 +20,6 @@ from sgljax_engine import (
     WeightSyncError,
     preview_engine,
 )
-from sgljax_engine.kernels.cpu import chain
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.placement.shardings import is_quantized
 from sgljax_engine.weights.forms import Quantized

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sgljax_engine.kernels.cpu import chain
+from sgljax_cpu import chain
 from sgljax_engine.sampling import filters, pairs
 from sgljax_engine.sampling.filters import KEEP_ALL
 from sgljax_engine.sampling.sampler import SamplingBatch, sample

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+import sgljax_cpu
 from sgljax_engine import (
     CompileForbiddenError,
     Engine,
@@ -23,7 +24,6 @@ from sgljax_engine import (
     SamplingParams,
 )
 from sgljax_engine.core import engine_core
-from sgljax_engine.layers import target
 from sgljax_engine.runner.step_costs import measure_costs
 from sgljax_engine.speculation.costs import StepCosts
 from sgljax_engine.speculation.drafters import Answer, HistoryDrafter
@@ -91,7 +91,9 @@ def counters_of(engine: Engine) -> Any:
     return engine.get_internal_state().counters
 
 
-native = pytest.mark.skipif(target.unavailable() is not None, reason="no JIT-compiled CPU kernels")
+native = pytest.mark.skipif(
+    sgljax_cpu.unavailable() is not None, reason="no JIT-compiled CPU kernels"
+)
 
 
 # ---------------------------------------------------------------------- models and options

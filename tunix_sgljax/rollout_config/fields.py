@@ -134,7 +134,7 @@ chunked_prefill_size | mapped | chunked_prefill_size | -1 is the engine's defaul
 page_size | mapped | page_size | at Tunix's default of 128 the engine's default of 16 applies
 load_format | named | - | weights come from the actor
 max_running_requests | mapped | max_running_requests | None is the engine's default of 256
-log_level | mapped | - | level of the two packages' loggers; "info" leaves them alone
+log_level | mapped | - | level of our packages' loggers; "info" leaves them alone
 kwargs | mapped | - | engine options by their own names, and by SGLang's and vLLM's as
   [below](#names-of-engine-options); unknown ones are refused
 """,

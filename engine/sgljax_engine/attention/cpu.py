@@ -1,4 +1,4 @@
-"""JIT-compiled CPU kernels: one CPU; see `sgljax_engine.kernels.cpu`."""
+"""JIT-compiled CPU kernels: one CPU; see `sgljax_cpu`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from collections.abc import Sequence
 
 import jax
 
+import sgljax_cpu
 from sgljax_engine.attention.base import AttentionBackend, AttentionOptions, BlockTables
 from sgljax_engine.cache.kv_pages import LayerKV
-from sgljax_engine.kernels.cpu.attention import paged_attention, write_kv
-from sgljax_engine.kernels.cpu.attention_tile import AttentionShape
-from sgljax_engine.kernels.cpu.machine import host_vectors
 from sgljax_engine.layers.target import Target, require_backend
 
 
@@ -19,7 +17,7 @@ def native_attention(
 ) -> jax.Array:
     """The `PagedAttention` of JIT-compiled CPU kernels."""
     num_heads, head_dim = q_NQDh.shape[2:]
-    out = paged_attention(
+    out = sgljax_cpu.paged_attention(
         q_NQDh.reshape(-1, num_heads, head_dim).astype("float32"),
         layer.k,
         layer.v,
@@ -36,7 +34,7 @@ def native_write_kv(
 ) -> LayerKV:
     """The `WriteKV` of JIT-compiled CPU kernels."""
     k, v = k_TKh.astype("float32"), v_TKh.astype("float32")
-    return LayerKV(*write_kv(k, v, layer.k, layer.v, slots))
+    return LayerKV(*sgljax_cpu.write_kv(k, v, layer.k, layer.v, slots))
 
 
 def native_problem(target: Target, head_dims: Sequence[int]) -> str | None:
@@ -44,7 +42,7 @@ def native_problem(target: Target, head_dims: Sequence[int]) -> str | None:
     problem = target.cpu_kernels_problem()
     if problem is not None:
         return problem  # host_vectors() needs llvmlite, which may be missing
-    lanes = host_vectors().lanes
+    lanes = sgljax_cpu.host_vectors().lanes
     odd = [head_dim for head_dim in head_dims if head_dim % lanes]
     return f"it needs a head_dim that is a multiple of {lanes}, got {odd[0]}" if odd else None
 
@@ -65,9 +63,9 @@ def native_backend(target: Target, head_dims: Sequence[int]) -> AttentionBackend
     )
 
 
-def _shape(num_heads: int, layer: LayerKV, options: AttentionOptions) -> AttentionShape:
+def _shape(num_heads: int, layer: LayerKV, options: AttentionOptions) -> sgljax_cpu.AttentionShape:
     _, num_kv_heads, page_size, head_dim = layer.k.shape
-    return AttentionShape(
+    return sgljax_cpu.AttentionShape(
         num_heads,
         num_kv_heads,
         head_dim,

@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 
 import jax
 
+import sgljax_cpu
 from sgljax_engine.attention.base import AttentionBackend
 from sgljax_engine.attention.registry import engine_attention
 from sgljax_engine.builder.program_memory import program_bytes
 from sgljax_engine.cache.window import NUM_NULL
 from sgljax_engine.cache.zeros import MakeZeros, shape_of_zeros
 from sgljax_engine.config import TOKEN_BLOCK, EngineConfig
-from sgljax_engine.kernels.cpu.longest_match import longest_match
-from sgljax_engine.kernels.cpu.panels import PANEL
 from sgljax_engine.layers.basic import SMALL_BATCH
 from sgljax_engine.layers.int8 import SCALE_SUFFIX
 from sgljax_engine.layers.kernels import CpuKernels, pick_kernels
@@ -232,7 +231,7 @@ def _program_context(
         num_drafts=num_drafts,
         max_step_tokens=max_step_tokens(placement.platform),
         verifies_blocks=attention.verifies_blocks,
-        search=longest_match if is_native else search_text,
+        search=sgljax_cpu.longest_match if is_native else search_text,
     )
 
 
@@ -286,7 +285,9 @@ def _partial_outputs(
     if slots is not None:
         targets |= slots.specs()
     outputs = {name: target.num_outputs for name, target in targets.items()}
-    return tuple((name, count) for name, count in outputs.items() if count and count % PANEL)
+    return tuple(
+        (name, count) for name, count in outputs.items() if count and count % sgljax_cpu.PANEL
+    )
 
 
 def _buckets(

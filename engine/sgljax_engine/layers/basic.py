@@ -35,7 +35,7 @@ class Layout(enum.Enum):
     [in, out]. `FEATURES_FIRST`: activations [D, T] and [N, H, T], weights [out, in]. On CPUs XLA's
     products `W @ x` take up to a fifth less time for decode-sized batches, and norms and gates
     process whole vectors of tokens. `PANELS`, of the JIT-compiled CPU kernels: activations as in
-    `TOKENS_FIRST`, weights as in `kernels.cpu.panels`.
+    `TOKENS_FIRST`, weights as in `sgljax_cpu.panels`.
     """
 
     TOKENS_FIRST = "tokens_first"

@@ -14,16 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sgljax_engine.kernels.cpu.delta_net import delta_rule as cpu_delta_rule
-from sgljax_engine.kernels.cpu.delta_net import net_heads as cpu_net_heads
-from sgljax_engine.kernels.cpu.embed import embed as cpu_embed
-from sgljax_engine.kernels.cpu.fusion import fuse
-from sgljax_engine.kernels.cpu.linear import linear as cpu_linear
-from sgljax_engine.kernels.cpu.norm import rms_norm as cpu_rms_norm
-from sgljax_engine.kernels.cpu.panels import PANEL, Panels
-from sgljax_engine.kernels.cpu.ragged_linear import ragged_linear as cpu_ragged_linear
-from sgljax_engine.kernels.cpu.rope import rope_tables as cpu_rope_tables
-from sgljax_engine.kernels.cpu.rope import rotate as cpu_rotate
+import sgljax_cpu
 from sgljax_engine.layers import delta_net
 from sgljax_engine.layers.basic import (
     SMALL_BATCH,
@@ -50,7 +41,7 @@ if TYPE_CHECKING:
     from sgljax_engine.layers.fused import FusedProducts
     from sgljax_engine.layers.tpu import TpuHeads
 
-Weight = jax.Array | Panels | Int8Weight
+Weight = jax.Array | sgljax_cpu.Panels | Int8Weight
 """A weight in the layout of the backend."""
 
 
@@ -362,32 +353,32 @@ class CpuKernels:
         """The weights of a program, matrices as panels."""
         outputs = dict(self.partial_outputs)
 
-        def in_panels(name: str, x: jax.Array) -> Panels:
-            count = outputs.get(name, x.shape[-3] * PANEL)
-            return Panels(x, count, params.get(name + SCALE_SUFFIX))
+        def in_panels(name: str, x: jax.Array) -> sgljax_cpu.Panels:
+            count = outputs.get(name, x.shape[-3] * sgljax_cpu.PANEL)
+            return sgljax_cpu.Panels(x, count, params.get(name + SCALE_SUFFIX))
 
         return {name: in_panels(name, x) if x.ndim > 2 else x for name, x in params.items()}
 
     def fuse(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, its equations compiled into few kernels."""
-        return fuse(function)
+        return sgljax_cpu.fuse(function)
 
     def linear(self, weight: Weight, x: jax.Array, options: Options) -> jax.Array:
         """`x @ W` over features."""
         del options
-        assert isinstance(weight, Panels)
-        return cpu_linear(weight.array, x, weight.num_outputs, weight.scale)
+        assert isinstance(weight, sgljax_cpu.Panels)
+        return sgljax_cpu.linear(weight.array, x, weight.num_outputs, weight.scale)
 
     def unembed(self, table_VD: Weight, hidden_TD: jax.Array) -> jax.Array:
         """Logits [T, V] float32."""
-        assert isinstance(table_VD, Panels)
-        return cpu_linear(table_VD.array, hidden_TD, table_VD.num_outputs, table_VD.scale)
+        assert isinstance(table_VD, sgljax_cpu.Panels)
+        return sgljax_cpu.linear(table_VD.array, hidden_TD, table_VD.num_outputs, table_VD.scale)
 
     def embed(self, table_VD: Weight, ids_T: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Rows of the embedding table, float32."""
         del dtype
-        if isinstance(table_VD, Panels):
-            return cpu_embed(table_VD.array, ids_T, table_VD.scale)
+        if isinstance(table_VD, sgljax_cpu.Panels):
+            return sgljax_cpu.embed(table_VD.array, ids_T, table_VD.scale)
         assert isinstance(table_VD, jax.Array)
         return embed(table_VD, ids_T).astype(jnp.float32)
 
@@ -397,14 +388,14 @@ class CpuKernels:
         """Root-mean-square norm over features."""
         del options
         weight = None if weight is None else weight.astype(jnp.float32)
-        return cpu_rms_norm(x, weight, eps, offset)
+        return sgljax_cpu.rms_norm(x, weight, eps, offset)
 
     def rope_tables(
         self, positions: jax.Array, timescales: Callable[[], jax.Array], options: Options
     ) -> tuple[jax.Array, jax.Array]:
         """Sines and cosines of rotary angles."""
         del options
-        return cpu_rope_tables(positions, constant_timescales(timescales))
+        return sgljax_cpu.rope_tables(positions, constant_timescales(timescales))
 
     def rotate(
         self,
@@ -415,15 +406,15 @@ class CpuKernels:
         options: Options,
     ) -> jax.Array:
         """Rotary embedding of heads, after their norm if there is one."""
-        return cpu_rotate(x if norm is None else self.norm(x, *norm, options), sin, cos)
+        return sgljax_cpu.rotate(x if norm is None else self.norm(x, *norm, options), sin, cos)
 
     def ragged_linear(
         self, weights: Weight, x: jax.Array, group_sizes: jax.Array, options: Options
     ) -> jax.Array:
         """`x[t] @ W[e]` for each token t of each expert e."""
         del options
-        assert isinstance(weights, Panels)
-        return cpu_ragged_linear(weights.array, x, group_sizes, weights.num_outputs)
+        assert isinstance(weights, sgljax_cpu.Panels)
+        return sgljax_cpu.ragged_linear(weights.array, x, group_sizes, weights.num_outputs)
 
     def delta_step(
         self, state: jax.Array, heads: Heads, decay: jax.Array, rate: jax.Array
@@ -441,14 +432,14 @@ class CpuKernels:
         """Heads of a gated delta net token by token, see `delta_net.net_heads`."""
         del is_used
         num_heads, key_dim, _ = sizes
-        return cpu_net_heads(window, weight_CW.T, num_heads, key_dim, delta_net.EPS)
+        return sgljax_cpu.net_heads(window, weight_CW.T, num_heads, key_dim, delta_net.EPS)
 
     def delta_rule(
         self, states: jax.Array, tokens: TokenTerms, sizes: tuple[int, int, int]
     ) -> tuple[jax.Array, jax.Array]:
         """The delta rule token by token, see `delta_net.rule_by_token`."""
         is_first = tokens.is_first.astype(jnp.int32)
-        return cpu_delta_rule(states, *tokens._replace(is_first=is_first), sizes[0])
+        return sgljax_cpu.delta_rule(states, *tokens._replace(is_first=is_first), sizes[0])
 
 
 class LinearBackend(NamedTuple):

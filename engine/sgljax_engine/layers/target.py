@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import jax
 
+import sgljax_cpu
 from sgljax_engine.errors import InvalidConfigError
-from sgljax_engine.kernels.cpu.chain import unavailable
 from sgljax_engine.layers.basic import Layout
 
 
@@ -43,7 +43,7 @@ class Target(NamedTuple):
             return "it is for a CPU of this process, the engine's is reached through a proxy"
         if self.num_devices > 1:
             return f"it is for one device, the engine has {self.num_devices}"
-        return unavailable()
+        return sgljax_cpu.unavailable()
 
 
 def kv_axes(axes: Mapping[str, int], num_kv_heads: int) -> tuple[str, ...]:

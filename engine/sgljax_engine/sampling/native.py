@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sgljax_engine.kernels.cpu import sampling as kernels
-from sgljax_engine.kernels.cpu.fusion import fuse
-from sgljax_engine.kernels.cpu.sampling_threshold import top_threshold
+import sgljax_cpu
 from sgljax_engine.sampling.blocks import largest
 from sgljax_engine.sampling.filters import Filters, min_p_threshold
 from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch, Logprobs
@@ -27,11 +25,11 @@ def _draw(
     def draw(
         choices: jax.Array, temperature: jax.Array, threshold: jax.Array, numbers: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        peaks = kernels.find_peaks(choices)
-        sums = kernels.sum_weights(choices, peaks, temperature, threshold)
-        return kernels.draw(choices, peaks, sums, temperature, threshold, numbers)
+        peaks = sgljax_cpu.find_peaks(choices)
+        sums = sgljax_cpu.sum_weights(choices, peaks, temperature, threshold)
+        return sgljax_cpu.draw(choices, peaks, sums, temperature, threshold, numbers)
 
-    return fuse(draw)(choices_BV, rows.temperature, threshold, numbers)
+    return sgljax_cpu.fuse(draw)(choices_BV, rows.temperature, threshold, numbers)
 
 
 def find_threshold(choices_BV: jax.Array, filters: Filters) -> jax.Array:
@@ -42,10 +40,10 @@ def find_threshold(choices_BV: jax.Array, filters: Filters) -> jax.Array:
         return jnp.full(len(choices_BV), -jnp.inf, jnp.float32)
 
     def find() -> jax.Array:
-        peaks = kernels.find_peaks(choices_BV)
+        peaks = sgljax_cpu.find_peaks(choices_BV)
         top = lax.cond(
             jnp.any(has_top),
-            lambda: top_threshold(
+            lambda: sgljax_cpu.top_threshold(
                 choices_BV,
                 peaks,
                 largest(choices_BV, 1),
@@ -82,14 +80,16 @@ def _logprobs(
         token: jax.Array,
         ids: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        peaks = kernels.find_peaks(logits)
+        peaks = sgljax_cpu.find_peaks(logits)
         found = []
         for at, wanted in ((temperature, token), (ones, ids)):
-            sums = kernels.sum_weights(logits, peaks, at, everything)
-            found.append(kernels.logprobs(logits, peaks, sums, at, wanted))
+            sums = sgljax_cpu.sum_weights(logits, peaks, at, everything)
+            found.append(sgljax_cpu.logprobs(logits, peaks, sums, at, wanted))
         return found[0], found[1]
 
-    scaled, raw = fuse(compute)(logits_BV, temperature, ones, everything, token[:, None], ids)
+    scaled, raw = sgljax_cpu.fuse(compute)(
+        logits_BV, temperature, ones, everything, token[:, None], ids
+    )
     extras = None
     if batch is not None and top is not None:
         end = 1 + top.shape[1]

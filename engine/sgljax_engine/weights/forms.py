@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.kernels.cpu.panels import PANEL, num_panels, pack, unpack
+from sgljax_cpu import PANEL, num_panels, pack_panels, unpack_panels
 
 _LARGEST = 127
 
@@ -26,7 +26,7 @@ class Form(enum.Enum):
     """[..., out, in]."""
 
     PANELS = "panels"
-    """[..., panels, in, 16], see `kernels.cpu.panels`."""
+    """[..., panels, in, 16], see `sgljax_cpu.panels`."""
 
     TABLE_PANELS = "table_panels"
     """Likewise, of a table [out, in] whose rows are outputs."""
@@ -51,9 +51,9 @@ class Form(enum.Enum):
         if self is Form.LOGICAL:
             return x
         if self is Form.PANELS:
-            return pack(x)
+            return pack_panels(x)
         transposed = x.swapaxes(-1, -2)
-        return transposed if self is Form.TRANSPOSED else pack(transposed)
+        return transposed if self is Form.TRANSPOSED else pack_panels(transposed)
 
     def restore(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """The inverse of `store`, for a logical shape. Traced by JAX."""
@@ -62,8 +62,8 @@ class Form(enum.Enum):
         if self is Form.TRANSPOSED:
             return x.swapaxes(-1, -2)
         if self is Form.PANELS:
-            return unpack(x, shape[-1])
-        return unpack(x, shape[-2]).swapaxes(-1, -2)
+            return unpack_panels(x, shape[-1])
+        return unpack_panels(x, shape[-2]).swapaxes(-1, -2)
 
 
 class Quantized(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.kernels.cpu.chain import unavailable
+import sgljax_cpu
 from sgljax_engine.layers.devices import is_own_cpu
 from sgljax_engine.weights.checksum import checksum
 from sgljax_engine.weights.moves import device_order, device_orders, move, same_shards
@@ -109,7 +109,7 @@ def build_program(
     shardings = {step.target: targets[step.target].sharding for step in steps}
     (devices,) = {device_order(sharding) for sharding in shardings.values()}
     is_on_own_cpus = all(map(is_own_cpu, next(iter(shardings.values())).device_set))
-    is_native = is_on_own_cpus and len(devices or ()) == 1 and unavailable() is None
+    is_native = is_on_own_cpus and len(devices or ()) == 1 and sgljax_cpu.unavailable() is None
     at_target = functools.partial(run, is_native=is_native)
     elsewhere = functools.partial(run, is_native=False)
 

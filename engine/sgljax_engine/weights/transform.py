@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sgljax_engine.kernels.cpu.copy import copy
-from sgljax_engine.kernels.cpu.pack import pack
+import sgljax_cpu
 from sgljax_engine.weights.finite import is_finite
 from sgljax_engine.weights.forms import Form
 from sgljax_engine.weights.lora import merge
@@ -72,13 +71,13 @@ def to_stored(
     x = transform(sources, step)
     is_copied = target.form is Form.LOGICAL and x.dtype == target.dtype == jnp.float32
     if is_native and is_copied and step.part is None:  # a kernel would need the part sliced first
-        return copy(x.reshape(target.shape))
+        return sgljax_cpu.copy(x.reshape(target.shape))
     if is_native and _is_packed_natively(x, target):
         if target.form is Form.TABLE_PANELS:
-            return pack(x.reshape(target.shape), target.dtype, is_by_output=True)
+            return sgljax_cpu.pack(x.reshape(target.shape), target.dtype, is_by_output=True)
         if is_by_output and x.ndim == len(target.shape):  # XLA drops both transposes
-            return pack(x.swapaxes(-1, -2), target.dtype, is_by_output=True)
-        return pack(x.reshape(target.shape), target.dtype, is_by_output=False)
+            return sgljax_cpu.pack(x.swapaxes(-1, -2), target.dtype, is_by_output=True)
+        return sgljax_cpu.pack(x.reshape(target.shape), target.dtype, is_by_output=False)
     if target.form is not Form.TRANSPOSED:
         stored = jnp.copy(target.form.store(x.reshape(target.shape).astype(target.dtype)))
     elif x.dtype.itemsize >= target.dtype.itemsize:
@@ -96,7 +95,7 @@ def _is_packed_natively(x: jax.Array, target: TargetSpec) -> bool:
 def _stored_rows(x: jax.Array, target: TargetSpec, is_native: bool) -> tuple[jax.Array, jax.Array]:
     """As `to_stored`, from rows of outputs [..., out, in]."""
     if is_native and target.form is Form.PANELS and _is_packed_natively(x, target):
-        return pack(x, target.dtype, is_by_output=True)
+        return sgljax_cpu.pack(x, target.dtype, is_by_output=True)
     cast = x.astype(target.dtype)
     stored = cast if target.form is Form.TRANSPOSED else target.form.store(cast.swapaxes(-1, -2))
     return jnp.copy(stored), is_finite(cast)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.kernels.cpu.emit import (
+from sgljax_cpu.emit import (
     F32,
     I32,
     I64,
@@ -27,11 +27,11 @@ from sgljax_engine.kernels.cpu.emit import (
     f32,
     i32,
 )
-from sgljax_engine.kernels.cpu.machine import Vectors
-from sgljax_engine.kernels.cpu.math import log
-from sgljax_engine.kernels.cpu.operation import Operation, Plan, Shapes, read_values
-from sgljax_engine.kernels.cpu.primitive import run
-from sgljax_engine.kernels.cpu.sampling_row import (
+from sgljax_cpu.machine import Vectors
+from sgljax_cpu.math import log
+from sgljax_cpu.operation import Operation, Plan, Shapes, read_values
+from sgljax_cpu.primitive import run
+from sgljax_cpu.sampling_row import (
     BLOCK,
     PART,
     Row,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sgljax_engine.kernels.cpu.emit import F32, Code, Number, Value, f32
-from sgljax_engine.kernels.cpu.math import exp
-from sgljax_engine.kernels.cpu.operation import Plan, Shapes
+from sgljax_cpu.emit import F32, Code, Number, Value, f32
+from sgljax_cpu.math import exp
+from sgljax_cpu.operation import Plan, Shapes
 
 BLOCK = 128
 """Logits that are summed by lane before others are added."""

@@ -19,17 +19,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sgljax_engine.kernels.cpu.abi import load_api
-from sgljax_engine.kernels.cpu.emit import I64, NULL, PTR, VOID, Code, Module
-from sgljax_engine.kernels.cpu.machine import (
+from sgljax_cpu.abi import load_api
+from sgljax_cpu.emit import I64, NULL, PTR, VOID, Code, Module
+from sgljax_cpu.machine import (
     Vectors,
     compile_module,
     host_vectors,
     missing,
 )
-from sgljax_engine.kernels.cpu.operation import Operation, Shapes, num_threads
-from sgljax_engine.kernels.cpu.table import Pointer, Work, encode
-from sgljax_engine.kernels.cpu.threads import compile_threads, declare_run
+from sgljax_cpu.operation import Operation, Shapes, num_threads
+from sgljax_cpu.table import Pointer, Work, encode
+from sgljax_cpu.threads import compile_threads, declare_run
 
 _ALIGNMENT = 64
 """Bytes of a cache line: values in scratch memory start at one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from sgljax_engine.kernels.cpu.emit import Code, Value, i32, vector
+from sgljax_cpu.emit import Code, Value, i32, vector
 
 _CHUNK = 4096
 """Floats of a chunk, about."""

@@ -11,11 +11,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from sgljax_engine.kernels.cpu.emit import I64, PTR, VOID, Code, Module, Value, f32, lanes_of
-from sgljax_engine.kernels.cpu.machine import Vectors
-from sgljax_engine.kernels.cpu.math import exp, tanh
-from sgljax_engine.kernels.cpu.operation import Operation, Plan, Shapes, read_values
-from sgljax_engine.kernels.cpu.rows import VectorAt, in_vectors, rows_of_chunk
+from sgljax_cpu.emit import I64, PTR, VOID, Code, Module, Value, f32, lanes_of
+from sgljax_cpu.machine import Vectors
+from sgljax_cpu.math import exp, tanh
+from sgljax_cpu.operation import Operation, Plan, Shapes, read_values
+from sgljax_cpu.rows import VectorAt, in_vectors, rows_of_chunk
 
 
 class Leaf(NamedTuple):

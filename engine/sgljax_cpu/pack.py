@@ -4,7 +4,7 @@ A panel takes whole cache lines from rows [in, out], as trainers have them. From
 Hugging Face has them, squares with as many rows as a vector has lanes are transposed in registers,
 by exchanging halves of ever shorter runs of lanes between pairs of rows (Eklundh, 1972).
 
-The kernel also checks for NaN and infinity; see `kernels.cpu.copy`.
+The kernel also checks for NaN and infinity; see `copy`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.kernels.cpu.copy import SeenValues, are_unset, flags_of
-from sgljax_engine.kernels.cpu.emit import I64, PTR, VOID, Code, Module, Number, Value, vector
-from sgljax_engine.kernels.cpu.machine import Vectors
-from sgljax_engine.kernels.cpu.numbers import STORED, load_as_float, rounded, widen
-from sgljax_engine.kernels.cpu.operation import Operation, Plan, Shapes, read_values
-from sgljax_engine.kernels.cpu.panels import PANEL, num_panels
-from sgljax_engine.kernels.cpu.primitive import run
+from sgljax_cpu.copy import SeenValues, are_unset, flags_of
+from sgljax_cpu.emit import I64, PTR, VOID, Code, Module, Number, Value, vector
+from sgljax_cpu.machine import Vectors
+from sgljax_cpu.numbers import STORED, load_as_float, rounded, widen
+from sgljax_cpu.operation import Operation, Plan, Shapes, read_values
+from sgljax_cpu.panels import PANEL, num_panels
+from sgljax_cpu.primitive import run
 
 _CHUNK_PANELS = 16
 """Panels of a chunk: neighbouring cache lines of each row [in, out]."""

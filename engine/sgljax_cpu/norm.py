@@ -8,11 +8,11 @@ import math
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.kernels.cpu.emit import F32, I64, PTR, VOID, Code, Module, Value, f32, vector
-from sgljax_engine.kernels.cpu.machine import Vectors
-from sgljax_engine.kernels.cpu.operation import Operation, Plan, Shapes, read_values
-from sgljax_engine.kernels.cpu.primitive import run_one
-from sgljax_engine.kernels.cpu.rows import VectorAt, in_vectors, rows_of_chunk
+from sgljax_cpu.emit import F32, I64, PTR, VOID, Code, Module, Value, f32, vector
+from sgljax_cpu.machine import Vectors
+from sgljax_cpu.operation import Operation, Plan, Shapes, read_values
+from sgljax_cpu.primitive import run_one
+from sgljax_cpu.rows import VectorAt, in_vectors, rows_of_chunk
 
 _SUMS = 4
 """Sums of squares in flight."""

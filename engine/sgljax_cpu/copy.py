@@ -9,10 +9,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.kernels.cpu.emit import F32, I64, PTR, VOID, Code, Module, Value, f32, vector
-from sgljax_engine.kernels.cpu.machine import Vectors
-from sgljax_engine.kernels.cpu.operation import Operation, Plan, Shapes, read_values
-from sgljax_engine.kernels.cpu.primitive import run
+from sgljax_cpu.emit import F32, I64, PTR, VOID, Code, Module, Value, f32, vector
+from sgljax_cpu.machine import Vectors
+from sgljax_cpu.operation import Operation, Plan, Shapes, read_values
+from sgljax_cpu.primitive import run
 
 _CHUNK = 1 << 15
 """Floats that a thread copies at a time."""

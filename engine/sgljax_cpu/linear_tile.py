@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from sgljax_engine.kernels.cpu.emit import F32, I8, I64, PTR, VOID, Code, Module, Value, vector
-from sgljax_engine.kernels.cpu.machine import Vectors
-from sgljax_engine.kernels.cpu.numbers import STORED, load_as_float
-from sgljax_engine.kernels.cpu.panels import PANEL
+from sgljax_cpu.emit import F32, I8, I64, PTR, VOID, Code, Module, Value, vector
+from sgljax_cpu.machine import Vectors
+from sgljax_cpu.numbers import STORED, load_as_float
+from sgljax_cpu.panels import PANEL
 
 _PANELS = {
     16: {1: 8, 2: 8, 3: 4, 4: 4, 5: 4, 6: 4, 7: 2, 8: 2, 9: 2, 10: 2},

@@ -7,12 +7,12 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.kernels.cpu.emit import F32, I64, PTR, VOID, Code, Module, Value
-from sgljax_engine.kernels.cpu.machine import Vectors
-from sgljax_engine.kernels.cpu.numbers import STORED, load_as_float
-from sgljax_engine.kernels.cpu.operation import Operation, Plan, Shapes, read_values
-from sgljax_engine.kernels.cpu.panels import PANEL
-from sgljax_engine.kernels.cpu.primitive import run_one
+from sgljax_cpu.emit import F32, I64, PTR, VOID, Code, Module, Value
+from sgljax_cpu.machine import Vectors
+from sgljax_cpu.numbers import STORED, load_as_float
+from sgljax_cpu.operation import Operation, Plan, Shapes, read_values
+from sgljax_cpu.panels import PANEL
+from sgljax_cpu.primitive import run_one
 
 
 def embed(table: jax.Array, ids: jax.Array, scale: jax.Array | None = None) -> jax.Array:

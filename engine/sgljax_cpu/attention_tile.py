@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sgljax_engine.kernels.cpu.emit import (
+from sgljax_cpu.emit import (
     F32,
     I32,
     I64,
@@ -24,8 +24,8 @@ from sgljax_engine.kernels.cpu.emit import (
     f32,
     vector,
 )
-from sgljax_engine.kernels.cpu.math import add_neighbours, exp, tanh
-from sgljax_engine.kernels.cpu.numbers import STORED, load_as_float
+from sgljax_cpu.math import add_neighbours, exp, tanh
+from sgljax_cpu.numbers import STORED, load_as_float
 
 _SPAN = 256
 """Keys whose scores are in memory together."""

@@ -12,19 +12,19 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.kernels.cpu.emit import F32, I64, PTR, VOID, Code, Module, Value, f32
-from sgljax_engine.kernels.cpu.linear import (
+from sgljax_cpu.emit import F32, I64, PTR, VOID, Code, Module, Value, f32
+from sgljax_cpu.linear import (
     Arrays,
     PanelRange,
     chunk_panels,
     multiply,
 )
-from sgljax_engine.kernels.cpu.linear_tile import write_tiles
-from sgljax_engine.kernels.cpu.machine import Vectors
-from sgljax_engine.kernels.cpu.numbers import STORED
-from sgljax_engine.kernels.cpu.operation import Operation, Plan, Shapes, read_values
-from sgljax_engine.kernels.cpu.panels import PANEL
-from sgljax_engine.kernels.cpu.primitive import run_one
+from sgljax_cpu.linear_tile import write_tiles
+from sgljax_cpu.machine import Vectors
+from sgljax_cpu.numbers import STORED
+from sgljax_cpu.operation import Operation, Plan, Shapes, read_values
+from sgljax_cpu.panels import PANEL
+from sgljax_cpu.primitive import run_one
 
 
 def ragged_linear(

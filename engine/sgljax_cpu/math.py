@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from sgljax_engine.kernels.cpu.emit import I32, I64, Code, Value, f32, f64, i32, lanes_of, vector
+from sgljax_cpu.emit import I32, I64, Code, Value, f32, f64, i32, lanes_of, vector
 
 _LOG2_E = 1.4426950408889634
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4

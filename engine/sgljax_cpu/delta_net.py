@@ -13,13 +13,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.kernels.cpu.elementwise import FUNCTIONS
-from sgljax_engine.kernels.cpu.emit import F32, I64, PTR, VOID, Code, Module, Value, f32, vector
-from sgljax_engine.kernels.cpu.machine import Vectors
-from sgljax_engine.kernels.cpu.math import exp
-from sgljax_engine.kernels.cpu.operation import Operation, Plan, Shapes, read_values
-from sgljax_engine.kernels.cpu.primitive import run, run_one
-from sgljax_engine.kernels.cpu.rows import VectorAt, in_vectors
+from sgljax_cpu.elementwise import FUNCTIONS
+from sgljax_cpu.emit import F32, I64, PTR, VOID, Code, Module, Value, f32, vector
+from sgljax_cpu.machine import Vectors
+from sgljax_cpu.math import exp
+from sgljax_cpu.operation import Operation, Plan, Shapes, read_values
+from sgljax_cpu.primitive import run, run_one
+from sgljax_cpu.rows import VectorAt, in_vectors
 
 _BLOCK = 8
 """Vectors of a state's row that are summed at once: enough sums to wait for none."""

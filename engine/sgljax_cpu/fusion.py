@@ -17,15 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from sgljax_engine.kernels.cpu.chain import Step, run_chain
-from sgljax_engine.kernels.cpu.elementwise import FUNCTIONS, Apply, Expression, Leaf, elementwise
-from sgljax_engine.kernels.cpu.expressions import (
+from sgljax_cpu.chain import Step, run_chain
+from sgljax_cpu.elementwise import FUNCTIONS, Apply, Expression, Leaf, elementwise
+from sgljax_cpu.expressions import (
     combined_kind,
     renumbered,
     shifted,
     spread_kind,
 )
-from sgljax_engine.kernels.cpu.primitive import OPERATION
+from sgljax_cpu.primitive import OPERATION
 
 _SAME_ORDER = ("reshape", "squeeze", "expand_dims")
 """Equations that leave elements in memory as they are."""

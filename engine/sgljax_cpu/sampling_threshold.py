@@ -12,7 +12,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.kernels.cpu.emit import (
+from sgljax_cpu.emit import (
     F32,
     F64,
     I32,
@@ -27,12 +27,12 @@ from sgljax_engine.kernels.cpu.emit import (
     i32,
     vector,
 )
-from sgljax_engine.kernels.cpu.machine import Vectors
-from sgljax_engine.kernels.cpu.math import exp_double
-from sgljax_engine.kernels.cpu.operation import Operation, read_values
-from sgljax_engine.kernels.cpu.primitive import run
-from sgljax_engine.kernels.cpu.sampling import Peaks
-from sgljax_engine.kernels.cpu.sampling_row import Row, plan_rows
+from sgljax_cpu.machine import Vectors
+from sgljax_cpu.math import exp_double
+from sgljax_cpu.operation import Operation, read_values
+from sgljax_cpu.primitive import run
+from sgljax_cpu.sampling import Peaks
+from sgljax_cpu.sampling_row import Row, plan_rows
 
 _LOWEST = float("-inf")
 

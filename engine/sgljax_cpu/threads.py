@@ -23,7 +23,7 @@ busy elsewhere would later find a queue of finished jobs.
 
 from __future__ import annotations
 
-from sgljax_engine.kernels.cpu.abi import (
+from sgljax_cpu.abi import (
     ARRAY_DATA,
     BUFFER_DATA,
     COUNT,
@@ -44,8 +44,8 @@ from sgljax_engine.kernels.cpu.abi import (
     SCHEDULE,
     Api,
 )
-from sgljax_engine.kernels.cpu.emit import I32, I64, NULL, PTR, VOID, Code, Module, Value, i32
-from sgljax_engine.kernels.cpu.machine import Vectors, compile_module
+from sgljax_cpu.emit import I32, I64, NULL, PTR, VOID, Code, Module, Value, i32
+from sgljax_cpu.machine import Vectors, compile_module
 
 RUN = "sgljax_run_chain"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sgljax_engine.kernels.cpu.emit import F32, Code, Value, lanes_of, vector
+from sgljax_cpu.emit import F32, Code, Value, lanes_of, vector
 
 STORED = {"float32": F32, "bfloat16": "i16", "float16": "half", "int8": "i8"}
 """LLVM's types of stored numbers, by the name of their dtype."""

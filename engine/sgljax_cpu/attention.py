@@ -10,12 +10,12 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.kernels.cpu.attention_tile import Attention, AttentionShape, Pages, Queries
-from sgljax_engine.kernels.cpu.emit import I32, I64, PTR, VOID, Code, Module, Value, f32, vector
-from sgljax_engine.kernels.cpu.machine import Vectors
-from sgljax_engine.kernels.cpu.numbers import STORED, store_float
-from sgljax_engine.kernels.cpu.operation import Operation, Plan, Shapes, read_values
-from sgljax_engine.kernels.cpu.primitive import run, run_one
+from sgljax_cpu.attention_tile import Attention, AttentionShape, Pages, Queries
+from sgljax_cpu.emit import I32, I64, PTR, VOID, Code, Module, Value, f32, vector
+from sgljax_cpu.machine import Vectors
+from sgljax_cpu.numbers import STORED, store_float
+from sgljax_cpu.operation import Operation, Plan, Shapes, read_values
+from sgljax_cpu.primitive import run, run_one
 
 _QUERY_ROWS = 8
 """Query heads times queries in a tile, at least one query."""

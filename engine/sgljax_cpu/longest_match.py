@@ -7,7 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.kernels.cpu.emit import (
+from sgljax_cpu.emit import (
     I1,
     I32,
     I64,
@@ -18,9 +18,9 @@ from sgljax_engine.kernels.cpu.emit import (
     Value,
     vector,
 )
-from sgljax_engine.kernels.cpu.machine import Vectors
-from sgljax_engine.kernels.cpu.operation import Operation, Plan, Shapes, read_values
-from sgljax_engine.kernels.cpu.primitive import run_one
+from sgljax_cpu.machine import Vectors
+from sgljax_cpu.operation import Operation, Plan, Shapes, read_values
+from sgljax_cpu.primitive import run_one
 
 
 def longest_match(

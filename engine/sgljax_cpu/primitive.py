@@ -15,8 +15,8 @@ from jax.core import ShapedArray
 from jax.extend import core
 from jax.interpreters import mlir
 
-from sgljax_engine.kernels.cpu.chain import Step, run_chain
-from sgljax_engine.kernels.cpu.operation import Operation, Shapes
+from sgljax_cpu.chain import Step, run_chain
+from sgljax_cpu.operation import Operation, Shapes
 
 
 def run(

@@ -8,7 +8,7 @@ import platform
 import sys
 from typing import NamedTuple
 
-from sgljax_engine.kernels.cpu import kept_code
+from sgljax_cpu import kept_code
 
 
 class Vectors(NamedTuple):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sgljax_engine.kernels.cpu.emit import (
+from sgljax_cpu.emit import (
     F32,
     F64,
     I32,
@@ -20,11 +20,11 @@ from sgljax_engine.kernels.cpu.emit import (
     Value,
     vector,
 )
-from sgljax_engine.kernels.cpu.machine import Vectors
-from sgljax_engine.kernels.cpu.math import sin_cos
-from sgljax_engine.kernels.cpu.operation import Operation, Plan, Shapes, read_values
-from sgljax_engine.kernels.cpu.primitive import run, run_one
-from sgljax_engine.kernels.cpu.rows import VectorAt, in_vectors, rows_of_chunk
+from sgljax_cpu.machine import Vectors
+from sgljax_cpu.math import sin_cos
+from sgljax_cpu.operation import Operation, Plan, Shapes, read_values
+from sgljax_cpu.primitive import run, run_one
+from sgljax_cpu.rows import VectorAt, in_vectors, rows_of_chunk
 
 
 def rotate(x: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.kernels.cpu.emit import (
+from sgljax_cpu.emit import (
     I8,
     I64,
     NULL,
@@ -30,12 +30,12 @@ from sgljax_engine.kernels.cpu.emit import (
     Number,
     Value,
 )
-from sgljax_engine.kernels.cpu.linear_tile import LINE_BYTES, STRETCH, Tiles, write_tiles
-from sgljax_engine.kernels.cpu.machine import Vectors
-from sgljax_engine.kernels.cpu.numbers import STORED
-from sgljax_engine.kernels.cpu.operation import Operation, Plan, Shapes, read_values
-from sgljax_engine.kernels.cpu.panels import PANEL
-from sgljax_engine.kernels.cpu.primitive import run_one
+from sgljax_cpu.linear_tile import LINE_BYTES, STRETCH, Tiles, write_tiles
+from sgljax_cpu.machine import Vectors
+from sgljax_cpu.numbers import STORED
+from sgljax_cpu.operation import Operation, Plan, Shapes, read_values
+from sgljax_cpu.panels import PANEL
+from sgljax_cpu.primitive import run_one
 
 _MANY = 6
 """Tokens of a tile when a tile does not hold them all."""

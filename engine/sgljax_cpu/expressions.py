@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from sgljax_engine.kernels.cpu.elementwise import Apply, Expression, Leaf
+from sgljax_cpu.elementwise import Apply, Expression, Leaf
 
 
 def spread_kind(

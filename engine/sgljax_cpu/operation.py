@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import jax
 
-from sgljax_engine.kernels.cpu.emit import I64, PTR, Code, Module, Value
-from sgljax_engine.kernels.cpu.machine import Vectors
+from sgljax_cpu.emit import I64, PTR, Code, Module, Value
+from sgljax_cpu.machine import Vectors
 
 Shapes = tuple[jax.ShapeDtypeStruct, ...]
 
