@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from sgljax_engine import Engine, EngineShutdownError, InvalidConfigError
 from sgljax_engine.server import ServerConfig, create_app
+from sgljax_engine.server import generation as generation_module
 from tests.engine.interrupts import assert_idle, make_engine, settle, wait_until
 from tests.geometry import SMALL
 from tests.server.served import (
@@ -514,9 +515,17 @@ class TestHostileClients:
         (reply,) = results(calls)
         assert reply["meta_info"]["finish_reason"]["type"] == "length"
 
-    def test_a_reader_that_stops_does_not_keep_the_server_from_ending(self, shared):
-        """Far more than the sockets' buffers hold is left to send."""
+    @pytest.mark.parametrize("asks_twice", [True, False])
+    def test_a_reader_that_stops_does_not_keep_the_server_from_ending(
+        self, shared, asks_twice, monkeypatch
+    ):
+        """Far more than the sockets' buffers hold is left to send.
+
+        Last answers have seconds to reach their clients; who asks twice waits for none.
+        """
         engine = shared.engine
+        if not asks_twice:
+            monkeypatch.setattr(generation_module, "_LAST_ANSWERS_S", 0.1)
         num_before = engine.get_internal_state().counters.num_finished
         with serving(engine) as served:
             body = {
@@ -540,10 +549,10 @@ class TestHostileClients:
                 generation = served.server._context.generation
                 assert generation.num_open == 32
                 stop = start(lambda: served.server.stop(drain_timeout_s=0))
-                # Last answers have seconds to reach their clients; who asks twice waits for none.
-                wait_for(lambda: generation.is_draining and not generation.hurry.is_set())
-                assert not stop.done()
-                served.server.stop(drain_timeout_s=0)
+                if asks_twice:
+                    wait_for(lambda: generation.is_draining and not generation.hurry.is_set())
+                    assert not stop.done()
+                    served.server.stop(drain_timeout_s=0)
                 stop.result(LIMIT_S)
             assert_idle(engine)
 
