@@ -37,7 +37,7 @@ class Report:
     Attributes:
         model: The model's name.
         where: The devices, as its heading has them.
-        arguments: What `tunix-sgljax aot` is asked.
+        arguments: What `python -m tools.aot` is asked.
         note: What to know about it.
     """
 
@@ -54,7 +54,7 @@ class Report:
     @property
     def command(self) -> str:
         """The command that makes it."""
-        return f"tunix-sgljax aot {self.arguments}"
+        return f"python -m tools.aot {self.arguments}"
 
 
 _ROOM = "`num_kv_tokens` is left to the engine, which takes a share of the free memory."
@@ -146,7 +146,7 @@ _SUMMARY = (
 _TITLE = """# Programs compiled for accelerators
 
 Made by `docs/make_accelerators.py` with the vendors' compilers, not run. The tables are those of
-`tunix-sgljax aot`; [Accelerators](../../docs/accelerators.md) says what their columns mean.
+`python -m tools.aot`; [Accelerators](../../docs/accelerators.md) says what their columns mean.
 """
 
 
@@ -236,7 +236,7 @@ def _make_all() -> Iterator[tuple[str, str]]:
             continue
         sys.stderr.write(f"compiling {report.heading}\n")
         done = subprocess.run(  # a process each: compilers read their settings once
-            [sys.executable, "-m", "tunix_sgljax.cli.main", *shlex.split(report.command)[1:]],
+            [sys.executable, *shlex.split(report.command)[1:]],
             cwd=_ROOT,
             capture_output=True,
             text=True,

@@ -2,7 +2,7 @@
 
     python docs/make_long_tail_plot.py
 
-64 rows, 256 requests, the table "h200" and the lengths that `tunix-sgljax simulate` takes by
+64 rows, 256 requests, the table "h200" and the lengths that `python -m tools.simulation` takes by
 default; the fifth step of a data set that has been gone through before.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from sgljax_engine.simulation import WAYS, LognormalLengths, Plan, Simulation, find_table
+from tools.simulation import WAYS, LognormalLengths, Plan, Simulation, find_table
 
 IMAGE = Path(__file__).parent / "images/long_tail.svg"
 SHOWN = ("first come", "longest first", "1.25 times, carry")

@@ -21,6 +21,9 @@ PACKAGES = {
     "tunix_sgljax": ROOT / "tunix_sgljax",
 }
 
+SHEDS = ("benchmarks", "examples", "tests", "tools")
+"""What a checkout has beside its packages."""
+
 # The engine's parts, from the bottom up: each imports only itself and rows above its own.
 LAYERS = (
     ("errors", "kernels", "xla_options"),
@@ -30,13 +33,12 @@ LAYERS = (
     ("types",),
     ("cache", "checkpoint", "outputs"),
     ("attention", "processing", "scheduler"),
-    ("models", "simulation"),
+    ("models",),
     ("placement",),
     ("runner",),
     ("core",),
     ("builder",),
     ("preview",),
-    ("aot",),
     ("engine",),
     ("",),
     ("server",),
@@ -63,7 +65,6 @@ HOST_ONLY = (
     "cache.states",
     "processing",
     "scheduler",
-    "simulation",
     "speculation",
     "weights.hf_json",
     "core.adapters",
@@ -163,6 +164,13 @@ def test_engine_never_imports_tunix():
             assert imported.split(".")[0] not in ("tunix", "tunix_sgljax"), name
 
 
+def test_the_trunk_imports_no_shed():
+    for package in PACKAGES:
+        for name, path in modules(package).items():
+            for imported in imports(path):
+                assert imported.split(".")[0] not in SHEDS, f"{package}.{name} imports {imported}"
+
+
 def test_the_cpu_kernels_have_one_door():
     """They import nothing of the engine, which uses what the package exports."""
     public = {f"sgljax_cpu.{name}" for name in importlib.import_module("sgljax_cpu").__all__}
@@ -176,9 +184,8 @@ def test_the_cpu_kernels_have_one_door():
 
 def test_adapter_uses_the_engines_public_names_only():
     public = set(importlib.import_module("sgljax_engine").__all__)
-    for part in ("aot", "server", "simulation"):
-        module = importlib.import_module(f"sgljax_engine.{part}")
-        public |= {f"{part}.{name}" for name in module.__all__}
+    module = importlib.import_module("sgljax_engine.server")
+    public |= {f"server.{name}" for name in module.__all__}
     for name, path in modules("tunix_sgljax").items():
         for imported in imports(path):
             if is_within(imported, "sgljax_engine"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("engine", "tunix_sgljax", "benchmarks", "examples", "tests")
+FOLDERS = ("engine", "tunix_sgljax", "benchmarks", "examples", "tests", "tools")
 
 RIDDLE = re.compile(r"\s*(Of|As of|By|See)\b")
 """A docstring that begins so does not name its subject."""

@@ -33,7 +33,7 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from benchmarks.lib.page import write_page
 from benchmarks.lib.reporting import ROOT, make_parser, output_dir, write_results
 from sgljax_engine import Engine, RequestOutput, SamplingParams
-from sgljax_engine.simulation import Plan, RecordedLengths, Simulation, StepTable
+from tools.simulation import Plan, RecordedLengths, Simulation, StepTable
 from tunix_sgljax import Progress, SglJaxRollout
 from tunix_sgljax.bench.shapes import MODELS
 from tunix_sgljax.bench.workloads import make_workload
@@ -90,7 +90,7 @@ class Steps:
         return len(self._params)
 
     def lengths_by_prompt(self) -> list[list[int]]:
-        """Tokens of all answers to each prompt, as `tunix-sgljax simulate --lengths` reads them."""
+        """Tokens of all answers to each prompt, as `tools.simulation --lengths` reads them."""
         by_prompt = np.reshape(self.lengths, (len(self.lengths), self.num_prompts, -1))
         return by_prompt.swapaxes(0, 1).reshape(self.num_prompts, -1).tolist()
 

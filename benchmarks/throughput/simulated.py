@@ -5,7 +5,7 @@
 
 What is chosen is added to the results of earlier runs. Lengths:
 
-- `lognormal`: as `tunix-sgljax simulate` draws them, prompts' medians around 256 tokens (sigma
+- `lognormal`: as `tools.simulation` draws them, prompts' medians around 256 tokens (sigma
   0.7), samples around those (sigma 0.5), at most 2,048.
 - `rl_longtail`: those of the workload of that name, whose prompts have no length of their own.
 - `demo`: real answers to the sums of `configs/grpo_addition.yaml`, which `long_tail.py` recorded.
@@ -28,7 +28,7 @@ import numpy as np
 
 from benchmarks.lib.page import write_page
 from benchmarks.lib.reporting import ROOT, make_parser, output_dir, write_results
-from sgljax_engine.simulation import (
+from tools.simulation import (
     TABLES,
     WAYS,
     Lengths,

@@ -71,7 +71,7 @@ def compiled(name):
     model, topology, tp_size, options = ENGINES[name]
     pairs = [x for key, value in options.items() for x in ("--engine", f"{key}={value}")]
     done = run_compiler(
-        *("-m", "tunix_sgljax.cli.main", "aot", "--model", model, "--topology", topology),
+        *("-m", "tools.aot", "--model", model, "--topology", topology),
         *("--tp", tp_size, "--json", *pairs),
     )
     assert done.returncode == 0, done.stderr

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from sgljax_engine import EngineConfig, InvalidConfigError, preview_engine
-from sgljax_engine.aot import CHIPS, ProgramReport, parse_topology
-from sgljax_engine.aot.roofline import estimate, used_parameters
 from sgljax_engine.model_config import AttentionConfig, LinearAttentionConfig, MoEConfig
 from tests.aot.programs import QWEN3_8B, TWO_LAYERS
+from tools.aot import CHIPS, ProgramReport, parse_topology
+from tools.aot.roofline import estimate, used_parameters
 
 
 @pytest.mark.parametrize("chip", CHIPS.values(), ids=list(CHIPS))

@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from sgljax_engine.aot import CHIPS
 from sgljax_engine.builder.group import build_shapes
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.runner.programs.drafts import verify_widths
 from sgljax_engine.runner.warmup import call_size, largest, warm_calls
 from tests.aot.programs import TWO_LAYERS
 from tests.aot.topologies import needs_cuda_plugin, needs_libtpu, run_compiler
+from tools.aot import CHIPS
 
 ROWS, TOKENS, KV_TOKENS = 8, 256, 2048
 OPTIONS = {
@@ -28,11 +28,11 @@ OPTIONS = {
 SCRIPT = """
 import json, sys
 from sgljax_engine import EngineConfig
-from sgljax_engine.aot import compile_programs, parse_topology, topology_mesh
+from tools.aot import compile_programs, parse_topology, topology_mesh
 from tests.aot.programs import TWO_LAYERS
 from tests.aot.test_compile import OPTIONS
-from tunix_sgljax.cli.aot import to_json
-from tunix_sgljax.cli.topologies import prepare_compiler
+from tools.aot.__main__ import to_json
+from tools.aot.target import prepare_compiler
 
 topology, shape, more = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
 prepare_compiler(topology)

@@ -13,12 +13,12 @@ from tests.aot.topologies import needs_libtpu, run_compiler
 SCRIPT = """
 import json, sys
 from sgljax_engine import EngineConfig
-from sgljax_engine.aot import parse_topology, topology_mesh
+from tools.aot import parse_topology, topology_mesh
 from sgljax_engine.builder.group import build_shapes
 from sgljax_engine.runner.warmup import call_size, warm_calls
 from tests.aot.programs import TWO_LAYERS
 from tests.aot.test_compile import OPTIONS
-from tunix_sgljax.cli.topologies import prepare_compiler
+from tools.aot.target import prepare_compiler
 
 topology = sys.argv[1]
 prepare_compiler(topology)

@@ -15,11 +15,11 @@ NUM_EXPERTS, NUM_CHOSEN, WIDTH = 32, 2, 768
 SCRIPT = f"""
 import dataclasses, json, sys
 from sgljax_engine import EngineConfig, MoEConfig
-from sgljax_engine.aot import compile_programs, parse_topology, topology_mesh
+from tools.aot import compile_programs, parse_topology, topology_mesh
 from tests.aot.programs import TWO_LAYERS
 from tests.aot.test_compile import OPTIONS
-from tunix_sgljax.cli.aot import to_json
-from tunix_sgljax.cli.topologies import prepare_compiler
+from tools.aot.__main__ import to_json
+from tools.aot.target import prepare_compiler
 
 topology, shape = sys.argv[1], json.loads(sys.argv[2])
 prepare_compiler(topology)

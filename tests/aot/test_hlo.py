@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sgljax_engine.aot.hlo import Array, Module
-from sgljax_engine.aot.report import (
+from tests.engine.remote_devices import remote_devices
+from tools.aot.hlo import Array, Module
+from tools.aot.report import (
     count_collectives,
     count_copies,
     count_kernels,
     read_program,
 )
-from tests.engine.remote_devices import remote_devices
 
 X = jax.ShapeDtypeStruct((64, 128), jnp.float32)
 N = jax.ShapeDtypeStruct((), jnp.int32)

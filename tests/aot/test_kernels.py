@@ -11,9 +11,9 @@ import os, sys
 os.environ["XLA_FLAGS"] = "--xla_gpu_fail_ptx_compilation_on_register_spilling=true"
 import jax
 import jax.numpy as jnp
-from sgljax_engine.aot import topology_mesh
+from tools.aot import topology_mesh
 from sgljax_engine.kernels.gpu import decode_attention, paged_attention, prefill_attention
-from tunix_sgljax.cli.topologies import prepare_compiler
+from tools.aot.target import prepare_compiler
 
 prepare_compiler("h100:1")
 mesh = topology_mesh("h100:1", (1, 1))

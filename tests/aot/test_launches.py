@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sgljax_engine.aot.hlo import Module
-from sgljax_engine.aot.launches import StepLaunches, count_launches
+from tools.aot.hlo import Module
+from tools.aot.launches import StepLaunches, count_launches
 
 TEXT = """HloModule m
 %add (a: f32[], b: f32[]) -> f32[] {

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from sgljax_engine import EngineConfig, InvalidConfigError, preview_engine
-from sgljax_engine.aot import CHIPS
 from sgljax_engine.builder.group import build_shapes
 from sgljax_engine.placement.shardings import Placement
 from tests.aot.programs import QWEN3_8B, TWO_LAYERS
 from tests.engine.remote_devices import remote_devices
+from tools.aot import CHIPS
 
 V5E = CHIPS["v5e"].usable_bytes
 V6E = CHIPS["v6e"].usable_bytes

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from sgljax_engine.aot.hlo import Module
-from sgljax_engine.aot.traffic import count_traffic
+from tools.aot.hlo import Module
+from tools.aot.traffic import count_traffic
 
 HEAD = """HloModule m
 %slicing (p: f32[64,128], i: s32[]) -> f32[1,128] {

@@ -57,7 +57,7 @@ def test_help_imports_no_jax_and_no_tunix():
 import sys
 from tunix_sgljax.cli.main import main
 assert main(["--help"]) == 0
-for name in ("train", "tunix", "generate", "bench", "doctor", "aot", "convert", "evaluate"):
+for name in ("train", "tunix", "generate", "bench", "doctor", "convert", "evaluate"):
     assert main([name, "--help"]) == 0
 assert not {"jax", "tunix", "transformers"} & set(sys.modules)
 """

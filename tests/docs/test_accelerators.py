@@ -8,8 +8,9 @@ import shlex
 import pytest
 
 from tests.docs import doc_blocks
-from tunix_sgljax.cli.aot_report import NOT_RUN
-from tunix_sgljax.cli.main import make_parser
+from tools.aot import __main__ as aot
+from tools.aot.words import NOT_RUN
+from tools.command import make_parser
 
 maker = doc_blocks.load_script("make_accelerators")
 
@@ -38,9 +39,10 @@ def test_the_sections_are_the_reports():
 
 @pytest.mark.parametrize("heading", REPORTS)
 def test_the_command_is_one_of_aot(heading):
-    program, *argv = shlex.split(REPORTS[heading].command)
-    args = make_parser(argv).parse_args(argv)
-    assert (program, args.command, args.json) == ("tunix-sgljax", "aot", False)
+    python, module, name, *argv = shlex.split(REPORTS[heading].command)
+    assert (python, module, name) == ("python", "-m", "tools.aot")
+    args = make_parser("aot", aot.SUMMARY, aot.EXAMPLES, aot.add_arguments).parse_args(argv)
+    assert not args.json
 
 
 def test_a_report_is_replaced_and_others_are_kept():

@@ -10,12 +10,6 @@ from typing import TYPE_CHECKING, Any
 from sgljax_engine import InvalidConfigError
 from tunix_sgljax.cli.engine_options import add_engine_options, engine_config, model_folder
 from tunix_sgljax.cli.output import emit
-from tunix_sgljax.cli.topologies import (
-    add_target_options,
-    check_target_options,
-    find_target,
-    prepare_compiler,
-)
 
 if TYPE_CHECKING:
     from tunix_sgljax.cli.doctor_checks import Finding
@@ -27,28 +21,19 @@ EXAMPLES = """examples:
   tunix-sgljax doctor
   tunix-sgljax doctor --model path/to/Qwen3-0.6B --engine dtype=bfloat16
   tunix-sgljax doctor --tokenizer path/to/DeepSeek-R1-Distill-Llama-8B
-  tunix-sgljax doctor --model qwen3-8b --topology v5e:2x4 --engine max_model_len=4096
-  tunix-sgljax doctor --config configs/qwen3_8b_pathways.yaml --topology v6e:2x4
-
-With --topology it says whether the model fits devices that are not here (needs the extra [aot]).
 
 The exit code is 1 if there is a problem. No weight is loaded, and nothing is compiled."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `doctor`."""
-    parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        help="look at this Hugging Face folder too; with --topology also a name that Tunix knows",
-    )
+    parser.add_argument("--model", metavar="FOLDER", help="look at this Hugging Face folder too")
     parser.add_argument(
         "--tokenizer",
         metavar="FOLDER",
         help="say whether transformers reads this folder's tokenizer as its tokenizer.json says "
         "(asked of --model too)",
     )
-    add_target_options(parser, is_required=False)
     add_engine_options(parser)
 
 
@@ -57,20 +42,12 @@ def run(args: argparse.Namespace) -> int:
     from tunix_sgljax.cli.doctor_checks import find_all
     from tunix_sgljax.cli.doctor_facts import (
         compare_tokenizer,
-        find_accelerators,
         gather,
         look_at_tokenizer,
     )
 
-    check_target_options(args)
-    config, is_here, folder = engine_config(args), args.topology is None, None
-    if args.model is not None and (is_here or Path(args.model).is_dir()):
-        folder = model_folder(args.model)
-    if not is_here and "tpu" not in find_accelerators():
-        prepare_compiler(args.topology)  # before JAX looks for TPUs, by the same library
-    facts = gather(folder, config, has_preview=is_here)
-    if not is_here:
-        facts = dataclasses.replace(facts, **_look_there(args), topology=args.topology)
+    folder = None if args.model is None else model_folder(args.model)
+    facts = gather(folder, engine_config(args))
     tokenizers = []
     if args.tokenizer is not None:
         tokenizers.append(look_at_tokenizer(_tokenizer_folder(args.tokenizer)))
@@ -86,21 +63,6 @@ def _tokenizer_folder(path: str) -> Path:
     if not Path(path).is_dir():
         raise InvalidConfigError(f"--tokenizer must be a folder, got {path!r}")
     return Path(path)
-
-
-def _look_there(args: argparse.Namespace) -> dict[str, Any]:
-    """Facts about an engine on the devices of a topology."""
-    from sgljax_engine import preview_engine
-
-    target = find_target(args)
-    preview = preview_engine(
-        target.model,
-        folder=target.folder,
-        mesh=target.mesh,
-        config=target.config,
-        device_bytes=target.chip.usable_bytes,
-    )
-    return {"preview": preview, "title": target.title, "is_example": False}
 
 
 def describe(facts: Facts) -> list[str]:
@@ -154,21 +116,15 @@ def _describe_preview(facts: Facts) -> list[str]:
     preview, model = facts.preview, facts.model
     if preview is None:
         return []
-    of = facts.title or ("a model of Qwen3-0.6B's shape" if model is None else model.path)
-    where = "" if facts.topology is None else f" on {facts.topology}"
+    of = "a model of Qwen3-0.6B's shape" if model is None else model.path
     lines = [
         "",
-        f"An engine for {of}{where} would use",
+        f"An engine for {of} would use",
         f"  {preview.platform} ({preview.device_kind}), {preview.dtype}, layout {preview.layout}",
         f"  attention: {preview.prefill_attention} for prefill, {preview.decode_attention} for "
         f"decode; projections: {preview.linear}",
         f"  weights: {preview.num_parameters / 1e6:.1f} million, {_gb(preview.weights_bytes)}",
     ]
-    if facts.topology is not None:
-        lines.append(
-            f"  {preview.num_engines} engine(s) of {preview.tp_size} device(s); an engine has "
-            f"{_gb(preview.free_bytes or 0)} in all"
-        )
     if preview.why_not_native is not None:
         lines.append(f"  not native, since {preview.why_not_native}")
     memory = preview.memory

@@ -181,13 +181,11 @@ def check_model(facts: Facts) -> Findings:
     if facts.preview_problem is not None:
         yield _problem(facts.preview_problem, "change that --engine option")
     elif preview is not None and preview.problem is not None and not facts.is_example:
-        here = "free memory", "shard over several devices with a mesh axis 'tp'"
-        there = "take chips with more memory", "give each engine more devices (--tp)"
-        first, last = here if facts.topology is None else there
         yield _problem(
             f"the model does not fit: {preview.problem}",
-            f"{first}, take a smaller dtype (--engine dtype=bfloat16), fewer requests "
-            f"(--engine max_running_requests=16), a shorter max_model_len, or {last}",
+            "free memory, take a smaller dtype (--engine dtype=bfloat16), fewer requests "
+            "(--engine max_running_requests=16), a shorter max_model_len, or shard over several "
+            "devices with a mesh axis 'tp'",
         )
 
 

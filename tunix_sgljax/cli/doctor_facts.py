@@ -109,8 +109,6 @@ class Facts:
         preview: What an engine would use; None if it would not start.
         preview_problem: Why it would not start.
         is_example: Whether the preview is for Qwen3-0.6B's shape instead of a user's model.
-        topology: Devices that the preview is for instead of this machine's.
-        title: The model's name there; "" if the preview is for this machine.
         tokenizers: The model's folder and that of `--tokenizer`, if given.
     """
 
@@ -129,8 +127,6 @@ class Facts:
     preview: EnginePreview | None = None
     preview_problem: str | None = None
     is_example: bool = True
-    topology: str | None = None
-    title: str = ""
     model: Model | None = None
     tokenizers: tuple[TokenizerFolder, ...] = ()
 
@@ -143,11 +139,8 @@ class Facts:
         )
 
 
-def gather(folder: Path | None, config: EngineConfig, *, has_preview: bool = True) -> Facts:
-    """Gathers facts about this machine, and a model's folder if given.
-
-    `has_preview` says whether to look at what an engine on this machine would use.
-    """
+def gather(folder: Path | None, config: EngineConfig) -> Facts:
+    """Gathers facts about this machine, and a model's folder if given."""
     requirements = tuple(importlib.metadata.requires(DISTRIBUTION) or ())
     total, available = host_memory()
     facts = Facts(
@@ -172,7 +165,7 @@ def gather(folder: Path | None, config: EngineConfig, *, has_preview: bool = Tru
     model = None if folder is None else look_at_model(folder)
     facts = dataclasses.replace(facts, devices=devices, model=model)
     # A folder whose config.json alone is there can be planned for.
-    if not has_preview or (model is not None and not model.vocab_size):
+    if model is not None and not model.vocab_size:
         return facts
     from sgljax_engine import load_model_config, preview_engine
     from tunix_sgljax.bench.shapes import QWEN3_0P6B

@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any, NoReturn, Protocol, cast
 
 from tunix_sgljax.cli import pathways
@@ -51,8 +52,6 @@ COMMANDS = {
     "serve": "Serve a model in a Hugging Face folder over HTTP.",
     "bench": "Measure speed on this machine, alone or against Tunix's vanilla sampler.",
     "doctor": "Say what is installed, what will be used, and what is wrong.",
-    "aot": "Compile an engine's programs for chips that are not here, and say what they cost.",
-    "simulate": "Simulate a training's rollouts: orders of requests, over-sampling, rows.",
     "convert": "Write a Tunix checkpoint as a Hugging Face folder, or as a PEFT adapter.",
 }
 """Commands by name; each is a module of this package."""
@@ -67,8 +66,6 @@ _EXAMPLES = """examples:
   tunix-sgljax maxtext rl rl.yml model_name=qwen3-0.6b run_name=first
   tunix-sgljax convert checkpoints/actor --base path/to/Qwen3-0.6B --output trained
   tunix-sgljax bench --random small --against vanilla
-  tunix-sgljax aot --model qwen3-0.6b --topology v5e:1x1 --engine max_model_len=1024
-  tunix-sgljax simulate --hardware h200 --rows 64 --requests 256
 
 `tunix-sgljax COMMAND --help` has the options of a command, and more examples.
 Exit codes: 0 success, 1 failure, 2 bad input, 130 interrupted."""
@@ -156,13 +153,27 @@ def main(argv: list[str] | None = None) -> int:
     is_debug = "--debug" in argv
     # transformers says at every import that torch is missing; only its tokenizers are used.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+    def run() -> int:
+        args = make_parser(argv).parse_args(argv)
+        if args.command != "doctor":  # it reports what is wrong with it
+            pathways.initialize()
+        return find_command(args.command).run(args)
+
+    return guarded(run, is_process=is_process, is_debug=is_debug)
+
+
+def guarded(run: Callable[[], int], *, is_process: bool, is_debug: bool) -> int:
+    """Runs a command, says in one line what stopped it, and returns the exit code.
+
+    Args:
+        run: Parses and runs.
+        is_process: Whether the process ends behind it.
+        is_debug: Whether an error's traceback is shown too.
+    """
     with Interrupts(stays=is_process):
         try:
-            args = make_parser(argv).parse_args(argv)
-            # `doctor` reports what is wrong with it, and `aot` uses no device.
-            if args.command not in ("doctor", "aot"):
-                pathways.initialize()
-            return find_command(args.command).run(args)
+            return run()
         except SystemExit as exit_:  # argparse: help and version, or a message and code 2
             return exit_.code if isinstance(exit_.code, int) else EXIT_FAILURE
         except KeyboardInterrupt:

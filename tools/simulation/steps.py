@@ -17,10 +17,10 @@ from sgljax_engine.config import TOKEN_BLOCK, SchedulerConfig
 from sgljax_engine.errors import InvalidConfigError, unknown_name_message
 from sgljax_engine.sampling_params import SamplingParams
 from sgljax_engine.scheduler.scheduler import Scheduler
-from sgljax_engine.simulation.device import SimulatedDevice
-from sgljax_engine.simulation.hardware import StepTable
-from sgljax_engine.simulation.workload import Lengths
 from sgljax_engine.types import FinishReason, Request, prompt_key
+from tools.simulation.device import SimulatedDevice
+from tools.simulation.hardware import StepTable
+from tools.simulation.workload import Lengths
 
 UNFINISHED = ("carry", "drop")
 

@@ -1,4 +1,4 @@
-"""The report of `aot` as a Markdown table."""
+"""The report as a Markdown table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sgljax_engine.aot import AotReport, Estimate, OpCount, ProgramReport, StepLaunches
+    from tools.aot import AotReport, Estimate, OpCount, ProgramReport, StepLaunches
 
 NOT_RUN = "Compiled by the vendor's compiler, not yet run."
 _COLUMNS = (
@@ -51,7 +51,8 @@ def describe(report: AotReport, title: str, topology: str) -> str:
     launches = ["Launches of a step, read off the compiled program:", "", *counted, ""]
     verdict = "It fits." if report.problem is None else f"It does not fit: {report.problem}"
     after = [*(launches if counted else ()), f"{memory} {verdict}", "", *below]
-    return "\n".join([about, "", *table, "", *after]).rstrip()
+    programs = [*table, ""] if report.programs else []
+    return "\n".join([about, "", *programs, *after]).rstrip()
 
 
 def _memory_lines(report: AotReport) -> Iterator[str]:

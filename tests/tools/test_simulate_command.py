@@ -1,4 +1,4 @@
-"""`tunix-sgljax simulate`."""
+"""`python -m tools.simulation`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tunix_sgljax.cli.main import main
+from tools.simulation.__main__ import main
 
 SMALL = ["--rows", "4", "--requests", "16", "--samples", "4", "--steps", "3", "--median", "20"]
 
@@ -15,7 +15,7 @@ def test_writes_a_table_and_all_numbers(tmp_path, capsys):
     path = tmp_path / "found.json"
     lengths = tmp_path / "lengths.json"
     lengths.write_text('{"lengths": [[4, 9], [30, 60]]}')
-    arguments = ["simulate", *SMALL, "--lengths", str(lengths), "--prompts", "8"]
+    arguments = [*SMALL, "--lengths", str(lengths), "--prompts", "8"]
     assert main([*arguments, "--json", str(path)]) == 0
     out, err = capsys.readouterr()
     assert "first come" in out
@@ -36,5 +36,5 @@ def test_writes_a_table_and_all_numbers(tmp_path, capsys):
     ],
 )
 def test_bad_input_is_refused(capsys, arguments, message):
-    assert main(["simulate", *SMALL, *arguments]) == 2
+    assert main([*SMALL, *arguments]) == 2
     assert message in capsys.readouterr().err

@@ -1,4 +1,7 @@
-"""`tunix-sgljax aot`: compiles an engine's programs for devices that are not here."""
+"""Compiles an engine's programs for devices that are not here.
+
+python -m tools.aot --config configs/qwen3_8b_pathways.yaml --topology v6e:2x4
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,25 @@ import argparse
 import dataclasses
 import json
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
+from tools import command
+from tools.aot.target import add_target_options, find_target
 from tunix_sgljax.cli.engine_options import add_engine_options
 from tunix_sgljax.cli.output import emit, say
-from tunix_sgljax.cli.topologies import add_target_options, find_target
 
 if TYPE_CHECKING:
-    from sgljax_engine.aot import AotReport
+    from tools.aot import AotReport
 
 SUMMARY = "Compile an engine's programs for chips that are not here, and say what they cost."
 
 EXAMPLES = """examples:
-  tunix-sgljax aot --model path/to/Qwen3-0.6B --topology v5e:1x1 --engine max_model_len=1024
-  tunix-sgljax aot --model qwen3-8b --topology v5e:2x4 --tp 8 --engine max_model_len=4096
-  tunix-sgljax aot --config configs/qwen3_8b_pathways.yaml --topology v6e:2x4 --json > report.json
-  tunix-sgljax aot --model qwen3-0.6b --topology v6e:1x1 --engine max_model_len=1024
-  tunix-sgljax aot --config configs/qwen3_0p6b_gpu.yaml --topology h100:1
+  python -m tools.aot --model path/to/Qwen3-0.6B --topology v5e:1x1 --engine max_model_len=1024
+  python -m tools.aot --model qwen3-8b --topology v5e:2x4 --tp 8 --engine max_model_len=4096
+  python -m tools.aot --config configs/qwen3_8b_pathways.yaml --topology v6e:2x4 --json > it.json
+  python -m tools.aot --config configs/qwen3_8b_pathways.yaml --topology v5e:2x4 --programs none
+  python -m tools.aot --config configs/qwen3_0p6b_gpu.yaml --topology h100:1
 
 The vendor's own compiler compiles here; nothing is run, and no weight is loaded. The exit code is 1
 if the engine does not fit. For TPUs: pip install libtpu. For GPUs: pip install jax-cuda13-plugin
@@ -30,16 +35,17 @@ jax-cuda13-pjrt."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of `aot`."""
+    """Declares the options."""
     parser.add_argument(
         "--model", metavar="MODEL", help="a Hugging Face folder, or a name that Tunix knows"
     )
-    add_target_options(parser, is_required=True)
+    add_target_options(parser)
     parser.add_argument(
         "--programs",
-        choices=("largest", "all"),
+        choices=("largest", "all", "none"),
         default="largest",
-        help="largest: decode, prefill and page copies of the largest batch; all: every program",
+        help="largest: decode, prefill and page copies of the largest batch; all: every program; "
+        "none: say whether weights and KV cache fit",
     )
     parser.add_argument("--json", action="store_true", help="write JSON, with every operation")
     add_engine_options(parser)
@@ -50,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"  # a TPU that is here is left alone
     target = find_target(args)
 
-    from sgljax_engine.aot import compile_programs
-    from tunix_sgljax.cli.aot_report import describe
+    from tools.aot import compile_programs
+    from tools.aot.words import describe
 
     report = compile_programs(
         target.model,
@@ -81,3 +87,12 @@ def to_json(report: AotReport, title: str, topology: str) -> dict[str, Any]:
         "needed_bytes": report.needed_bytes,
         **values,
     }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the tool; see `tools.command`."""
+    return command.main("aot", SUMMARY, EXAMPLES, add_arguments, run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

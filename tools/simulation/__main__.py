@@ -1,25 +1,30 @@
-"""`tunix-sgljax simulate`: how long rollouts would take, with which order and over-sampling."""
+"""How long rollouts would take, with which order and over-sampling.
+
+python -m tools.simulation --hardware h200 --rows 64 --requests 256
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sgljax_engine import InvalidConfigError
+from tools import command
 from tunix_sgljax.cli.output import emit, say
 
 if TYPE_CHECKING:
-    from sgljax_engine.simulation import Lengths, Outcome
+    from tools.simulation import Lengths, Outcome
 
 SUMMARY = "Simulate a training's rollouts: orders of requests, over-sampling, rows."
 
 EXAMPLES = """examples:
-  tunix-sgljax simulate --hardware h200 --rows 64 --requests 256
-  tunix-sgljax simulate --hardware cpu --rows 32 --requests 128 --prompts 64 --steps 1000
-  tunix-sgljax simulate --lengths lengths.json --rows 128 --requests 512
+  python -m tools.simulation --hardware h200 --rows 64 --requests 256
+  python -m tools.simulation --hardware cpu --rows 32 --requests 128 --prompts 64 --steps 1000
+  python -m tools.simulation --lengths lengths.json --rows 128 --requests 512
 
 Nothing is loaded or run: the engine's scheduler plans over a table of step times. With --prompts, a
 data set of so many prompts is gone through again and again, and earlier answers tell lengths.
@@ -27,7 +32,7 @@ data set of so many prompts is gone through again and again, and earlier answers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of `simulate`."""
+    """Declares the options."""
     parser.add_argument(
         "--hardware", default="h200", help="a table of step times: cpu, v5e, h100, h200 (h200)"
     )
@@ -48,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulates every way and writes a table."""
-    from sgljax_engine.simulation import Plan, compare_ways, find_table
+    from tools.simulation import Plan, compare_ways, find_table
 
     if args.requests % args.samples:
         raise InvalidConfigError(
@@ -83,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lengths(args: argparse.Namespace) -> Lengths:
-    from sgljax_engine.simulation import LognormalLengths, read_lengths
+    from tools.simulation import LognormalLengths, read_lengths
 
     if args.lengths is not None:
         return read_lengths(args.lengths)
@@ -101,3 +106,12 @@ def _line(outcome: Outcome) -> str:
         f"| {outcome.tail_s:.3f} | {outcome.mean_length:.0f} | {outcome.num_carried:.1f} "
         f"| {outcome.dropped:.0%} |"
     )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the tool; see `tools.command`."""
+    return command.main("simulation", SUMMARY, EXAMPLES, add_arguments, run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from sgljax_engine import InvalidConfigError
-from sgljax_engine.simulation import (
+from tests.tiers import tiered
+from tools.simulation import (
     TABLES,
     LognormalLengths,
     Plan,
@@ -24,7 +25,6 @@ from sgljax_engine.simulation import (
     find_table,
     read_lengths,
 )
-from tests.tiers import tiered
 
 STEP_S = 2.0**-10
 FLAT = StepTable(
@@ -205,5 +205,5 @@ class TestInputs:
 
 
 def test_it_needs_no_jax():
-    code = "import sys, sgljax_engine.simulation; assert 'jax' not in sys.modules"
+    code = "import sys, tools.simulation; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

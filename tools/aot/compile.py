@@ -11,9 +11,6 @@ from typing import Any, Literal
 
 import jax
 
-from sgljax_engine.aot.chips import Chip
-from sgljax_engine.aot.report import ProgramReport, read_program
-from sgljax_engine.aot.roofline import Estimate, estimate
 from sgljax_engine.builder.group import build_shapes
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.model_config import ModelConfig
@@ -22,8 +19,11 @@ from sgljax_engine.runner.compile.compiled import ProgramCall
 from sgljax_engine.runner.compile.memory import ProgramDoesNotFit
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.runner.warmup import call_size, largest, warm_calls
+from tools.aot.chips import Chip
+from tools.aot.report import ProgramReport, read_program
+from tools.aot.roofline import Estimate, estimate
 
-WHICH = ("largest", "all")
+WHICH = ("largest", "all", "none")
 """Which sizes of each program to compile."""
 
 
@@ -34,7 +34,7 @@ class AotReport:
     Attributes:
         chip: The chip.
         preview: What the engine would use. Its `memory` is of one engine of the group.
-        programs: The programs; none if weights or pages do not fit.
+        programs: The programs; none if weights or pages do not fit, or none was asked for.
         estimates: How fast the chip could run the largest decode and prefill programs.
     """
 
@@ -88,7 +88,7 @@ def compile_programs(
     mesh: jax.sharding.Mesh,
     config: EngineConfig | None = None,
     folder: str | Path | None = None,
-    which: Literal["largest", "all"] = "largest",
+    which: Literal["largest", "all", "none"] = "largest",
     on_program: Callable[[str, int], None] = lambda name, size: None,
 ) -> AotReport:
     """Compiles the programs of an engine by the compiler of its devices, and runs none.
@@ -102,7 +102,7 @@ def compile_programs(
         config: As for `Engine`.
         folder: The model's Hugging Face folder, whose config.json may name the dtype.
         which: "largest": decode, prefill and page copies, each for the largest batch. "all": every
-            program, those of scores and of changed logits too.
+            program, those of scores and of changed logits too. "none": weights and KV are counted.
         on_program: Told of each program before it is compiled: its name and its size.
 
     Raises:
@@ -113,7 +113,7 @@ def compile_programs(
     preview = preview_engine(
         model, folder=folder, mesh=mesh, config=config, device_bytes=chip.usable_bytes
     )
-    if preview.problem is not None:
+    if preview.problem is not None or which == "none":
         return AotReport(chip=chip, preview=preview, programs=(), estimates=())
     runner, memory = build_shapes(model, config, preview.dtype, mesh, chip.usable_bytes)
     preview = dataclasses.replace(preview, memory=memory)

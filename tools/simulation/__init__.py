@@ -6,10 +6,10 @@ distribution or a recording. Nothing here needs JAX.
 
 from __future__ import annotations
 
-from sgljax_engine.simulation.compare import WAYS, Outcome, compare_ways
-from sgljax_engine.simulation.hardware import TABLES, StepTable, find_table
-from sgljax_engine.simulation.steps import Plan, Simulation, StepReport
-from sgljax_engine.simulation.workload import (
+from tools.simulation.compare import WAYS, Outcome, compare_ways
+from tools.simulation.hardware import TABLES, StepTable, find_table
+from tools.simulation.steps import Plan, Simulation, StepReport
+from tools.simulation.workload import (
     Lengths,
     LognormalLengths,
     RecordedLengths,

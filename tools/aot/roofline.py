@@ -9,12 +9,12 @@ from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 
-from sgljax_engine.aot.chips import Chip
-from sgljax_engine.aot.report import ProgramReport
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ParamKind
 from sgljax_engine.preview import EnginePreview
+from tools.aot.chips import Chip
+from tools.aot.report import ProgramReport
 
 _KEYS = re.compile(r"\.self_attn\.[kv]_proj\.|\.linear_attn\.(in_proj_|conv1d|A_log|dt_bias)")
 """Parameters that keys, values and recurrent states are made with."""

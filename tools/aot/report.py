@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
-from sgljax_engine.aot.hlo import Array, Instruction, Module, Visit
-from sgljax_engine.aot.launches import OWN, StepLaunches, count_launches
-from sgljax_engine.aot.traffic import count_traffic
 from sgljax_engine.runner.compile.memory import ProgramMemory
+from tools.aot.hlo import Array, Instruction, Module, Visit
+from tools.aot.launches import OWN, StepLaunches, count_launches
+from tools.aot.traffic import count_traffic
 
 _COLLECTIVES = (
     "all-reduce",

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-from sgljax_engine.aot.chips import parse_topology
 from sgljax_engine.errors import InvalidConfigError
+from tools.aot.chips import parse_topology
 
 _GPUS = {
     "h100": """

@@ -1,4 +1,4 @@
-"""`aot` and `doctor --topology`: what they refuse, and with libtpu what they report."""
+"""`python -m tools.aot`: what it refuses, and with libtpu what it reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ import numpy as np
 import pytest
 
 from sgljax_engine import EngineConfig, preview_engine
-from sgljax_engine.aot import (
+from tests.aot.programs import TWO_LAYERS
+from tests.aot.topologies import needs_libtpu, run_compiler
+from tests.engine.remote_devices import remote_devices
+from tests.engine.small_tokenizers import GOLDEN
+from tools.aot import (
     CHIPS,
     AotReport,
     OpCount,
@@ -21,14 +25,10 @@ from sgljax_engine.aot import (
     ProgramReport,
     StepLaunches,
 )
-from sgljax_engine.aot.roofline import estimate
-from tests.aot.programs import TWO_LAYERS
-from tests.aot.topologies import needs_libtpu, run_compiler
-from tests.engine.remote_devices import remote_devices
-from tests.engine.small_tokenizers import GOLDEN
-from tunix_sgljax.cli import aot, topologies
-from tunix_sgljax.cli.aot_report import NOT_RUN, describe
-from tunix_sgljax.cli.main import main
+from tools.aot import __main__ as aot
+from tools.aot import target as targets
+from tools.aot.roofline import estimate
+from tools.aot.words import NOT_RUN, describe
 
 ROOT = Path(__file__).parents[2]
 MODEL = GOLDEN / "qwen3_gqa_tied"
@@ -44,47 +44,44 @@ def own_environment(monkeypatch):
 @pytest.fixture
 def no_libtpu(monkeypatch):
     monkeypatch.delitem(os.environ, "TPU_LIBRARY_PATH", raising=False)
-    monkeypatch.setattr(topologies.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
 
 
-@pytest.mark.parametrize("command", ["aot", "doctor"])
-def test_without_libtpu_it_says_what_to_install(no_libtpu, capsys, command):
-    assert main([command, "--model", str(MODEL), "--topology", "v5e:2x4"]) == 2
+def test_without_libtpu_it_says_what_to_install(no_libtpu, capsys):
+    assert aot.main(["--model", str(MODEL), "--topology", "v5e:2x4"]) == 2
     error = capsys.readouterr().err
     assert "error: programs for TPU v5e are compiled by libtpu, which is not installed" in error
     assert "pip install libtpu" in error
 
 
 def test_without_the_cuda_plugin_it_says_what_to_install(no_libtpu, capsys):
-    assert main(["aot", "--model", str(MODEL), "--topology", "h100:1"]) == 2
+    assert aot.main(["--model", str(MODEL), "--topology", "h100:1"]) == 2
     error = capsys.readouterr().err
     assert "are compiled by JAX's CUDA plugin, which is not installed: pip install" in error
 
 
 def test_a_library_that_is_not_there(monkeypatch, capsys):
     monkeypatch.setitem(os.environ, "TPU_LIBRARY_PATH", "nowhere/libtpu.so")
-    assert main(["aot", "--model", str(MODEL), "--topology", "v5e:2x4"]) == 2
+    assert aot.main(["--model", str(MODEL), "--topology", "v5e:2x4"]) == 2
     assert "must name libtpu.so, got 'nowhere/libtpu.so'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["aot", "--model", str(MODEL)], "arguments are required: --topology"),
-        (["aot", "--topology", "v5e:2x4"], "--topology needs --model or --config, and not both"),
-        (["aot", "--topology", "v7:2x4", "--model", "x"], "must be of one of v5e, v6e, v5p, h100"),
-        (["aot", "--topology", "v5e", "--model", "x"], "'v5e:2x4' and 'h100:8', got 'v5e'"),
+        (["--model", str(MODEL)], "arguments are required: --topology"),
+        (["--topology", "v5e:2x4"], "--topology needs --model or --config, and not both"),
+        (["--topology", "v7:2x4", "--model", "x"], "must be of one of v5e, v6e, v5p, h100"),
+        (["--topology", "v5e", "--model", "x"], "'v5e:2x4' and 'h100:8', got 'v5e'"),
         (
-            ["aot", "--topology", "v5e:2x4", "--model", "x", "actor_model_config.model_path=y"],
+            ["--topology", "v5e:2x4", "--model", "x", "actor_model_config.model_path=y"],
             "key=value arguments need --config, got 'actor_model_config.model_path=y'",
         ),
-        (["aot", "--topology", "v5e:1x1", "--model", "x", "--programs", "few"], "'few'"),
-        (["doctor", "--tp", "8"], "--config and --tp need --topology"),
-        (["doctor", "--topology", "v5e:2x4"], "--topology needs --model or --config"),
+        (["--topology", "v5e:1x1", "--model", "x", "--programs", "few"], "'few'"),
     ],
 )
 def test_bad_arguments(capsys, argv, message):
-    assert main(argv) == 2
+    assert aot.main(argv) == 2
     assert message in capsys.readouterr().err
 
 
@@ -109,7 +106,7 @@ def has_libtpu(monkeypatch):
     ],
 )
 def test_bad_models_and_engines(has_libtpu, capsys, argv, message):
-    assert main(["aot", "--topology", "v5e:2x4", *argv]) == 2
+    assert aot.main(["--topology", "v5e:2x4", *argv]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -123,7 +120,7 @@ def test_bad_models_and_engines(has_libtpu, capsys, argv, message):
 )
 def test_models_by_name(name, architecture, head_dim):
     """Also those that the engine has and `train` does not read."""
-    model = topologies.named_model(name, 1024)
+    model = targets.named_model(name, 1024)
     assert (model.architecture, model.head_dim, model.context_length) == (
         architecture,
         head_dim,
@@ -207,7 +204,7 @@ def test_what_does_not_fit():
 @pytest.mark.parametrize("tp_size", ["auto", 4])
 def test_the_exit_code_is_1_whichever_size_does_not_fit(monkeypatch, capsys, tp_size):
     devices = np.array(remote_devices(4)).reshape(4, 1)
-    target = topologies.Target(
+    target = targets.Target(
         model=TWO_LAYERS,
         folder=None,
         title="a model",
@@ -216,14 +213,14 @@ def test_the_exit_code_is_1_whichever_size_does_not_fit(monkeypatch, capsys, tp_
         mesh=jax.sharding.Mesh(devices, ("data", "tp")),
     )
     monkeypatch.setattr(aot, "find_target", lambda args: target)
-    assert main(["aot", "--model", "x", "--topology", "v5e:2x2", "--json"]) == 1
+    assert aot.main(["--model", "x", "--topology", "v5e:2x2", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["problem"] == found["preview"]["problem"] is not None
     assert (found["preview"]["tp_size"], found["programs"]) == (4, [])
 
 
 def run_command(*arguments) -> subprocess.CompletedProcess[str]:
-    return run_compiler("-m", "tunix_sgljax.cli.main", *arguments)
+    return run_compiler("-m", "tools.aot", *arguments)
 
 
 @needs_libtpu
@@ -231,7 +228,7 @@ def run_command(*arguments) -> subprocess.CompletedProcess[str]:
 def test_a_folder_compiled_for_a_chip():
     options = ["--engine", "max_running_requests=8", "--engine", "token_buckets=[128]"]
     options += ["--engine", "chunked_prefill_size=128", "--engine", "batch_buckets=[8]"]
-    done = run_command("aot", "--model", MODEL, "--topology", "v6e:1x1", "--json", *options)
+    done = run_command("--model", MODEL, "--topology", "v6e:1x1", "--json", *options)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["topology"], found["problem"]) == ("v6e:1x1", None)
@@ -241,12 +238,12 @@ def test_a_folder_compiled_for_a_chip():
 
 @needs_libtpu
 @pytest.mark.slow
-def test_doctor_says_whether_a_config_fits_a_topology():
-    done = run_command("doctor", "--config", PATHWAYS, "--topology", "v6e:2x4")
+def test_whether_a_config_fits_a_topology():
+    done = run_command("--config", PATHWAYS, "--topology", "v6e:2x4", "--programs", "none")
     assert done.returncode == 0, done.stderr + done.stdout
-    assert f"An engine for {PATHWAYS} on v6e:2x4 would use\n" in done.stdout
-    assert "  1 engine(s) of 8 device(s); an engine has 268.44 GB in all\n" in done.stdout
-    named = ["--model", "qwen3-8b", "--engine", "max_model_len=4096"]
-    done = run_command("doctor", *named, "--topology", "v5e:1x1", "--engine", "dtype=float32")
+    assert f"{PATHWAYS}, bfloat16, on v6e:2x4: 1 engine(s) of 8 device(s)" in done.stdout
+    assert "It fits." in done.stdout
+    named = ["--model", "qwen3-8b", "--engine", "max_model_len=4096", "--programs", "none"]
+    done = run_command(*named, "--topology", "v5e:1x1", "--engine", "dtype=float32")
     assert done.returncode == 1
-    assert "problem: the model does not fit: the weights take 32762941440 bytes" in done.stdout
+    assert "It does not fit: the weights take 32762941440 bytes" in done.stdout

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sgljax_engine.simulation.hardware import StepTable
 from sgljax_engine.types import Request, RowOutput, SchedulerOutput, StepOutput, StepTimes
+from tools.simulation.hardware import StepTable
 
 
 class DispatchUse(NamedTuple):

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator
 
-from sgljax_engine.aot.hlo import Instruction, Module, called, operands
+from tools.aot.hlo import Instruction, Module, called, operands
 
 OWN = re.compile(r'custom_call_target="[^"]*(?:triton|mosaic)')
 """Calls of kernels that XLA did not make."""

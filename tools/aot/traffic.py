@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from sgljax_engine.aot.hlo import Array, Instruction, Module, called, operands
+from tools.aot.hlo import Array, Instruction, Module, called, operands
 
 _FREE = {
     "parameter",

@@ -6,12 +6,12 @@ run, and how fast it would be is an estimate.
 
 from __future__ import annotations
 
-from sgljax_engine.aot.chips import CHIPS, Chip, parse_topology
-from sgljax_engine.aot.compile import WHICH, AotReport, compile_programs
-from sgljax_engine.aot.launches import StepLaunches
-from sgljax_engine.aot.report import OpCount, ProgramMemory, ProgramReport
-from sgljax_engine.aot.roofline import Estimate
-from sgljax_engine.aot.topology import topology_mesh
+from tools.aot.chips import CHIPS, Chip, parse_topology
+from tools.aot.compile import WHICH, AotReport, compile_programs
+from tools.aot.launches import StepLaunches
+from tools.aot.report import OpCount, ProgramMemory, ProgramReport
+from tools.aot.roofline import Estimate
+from tools.aot.topology import topology_mesh
 
 __all__ = [
     "CHIPS",

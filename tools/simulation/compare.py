@@ -11,9 +11,9 @@ from types import MappingProxyType
 from typing import Any
 
 from sgljax_engine.checks import check_count
-from sgljax_engine.simulation.hardware import StepTable
-from sgljax_engine.simulation.steps import Plan, Simulation
-from sgljax_engine.simulation.workload import Lengths
+from tools.simulation.hardware import StepTable
+from tools.simulation.steps import Plan, Simulation
+from tools.simulation.workload import Lengths
 
 _LONGEST = {"schedule_policy": "longest_first"}
 

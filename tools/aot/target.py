@@ -1,4 +1,4 @@
-"""Devices that nobody has, for `aot` and `doctor --topology`: their compiler, and the engine."""
+"""Devices that are not here: their compiler, and the engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tunix_sgljax.cli.engine_options import engine_config, model_folder, read_pa
 if TYPE_CHECKING:
     import jax
 
-    from sgljax_engine.aot import Chip
+    from tools.aot import Chip
 
 _QUIET = {"TPU_MIN_LOG_LEVEL": "3", "TPU_STDERR_LOG_LEVEL": "3", "TF_CPP_MIN_LOG_LEVEL": "3"}
 _AXIS_NAMES = ("data", "tp")
@@ -46,11 +46,11 @@ class Target:
     mesh: jax.sharding.Mesh
 
 
-def add_target_options(parser: argparse.ArgumentParser, *, is_required: bool) -> None:
+def add_target_options(parser: argparse.ArgumentParser) -> None:
     """Declares `--topology`, `--tp` and `--config`."""
     parser.add_argument(
         "--topology",
-        required=is_required,
+        required=True,
         metavar="CHIP:SHAPE",
         help="devices that need not be here: v5e:2x4, v6e:1x1, v5p:2x2x2, h100:8",
     )
@@ -71,20 +71,6 @@ def add_target_options(parser: argparse.ArgumentParser, *, is_required: bool) ->
     )
 
 
-def check_target_options(args: argparse.Namespace) -> None:
-    """Refuses what says nothing without `--topology` or `--config`.
-
-    Raises:
-        InvalidConfigError: names the argument.
-    """
-    if args.topology is None and (args.config is not None or args.tp is not None):
-        raise InvalidConfigError("--config and --tp need --topology")
-    if args.overrides and args.config is None:
-        raise InvalidConfigError(f"key=value arguments need --config, got {args.overrides[0]!r}")
-    if args.topology is not None and (args.model is None) == (args.config is None):
-        raise InvalidConfigError("--topology needs --model or --config, and not both")
-
-
 def find_target(args: argparse.Namespace) -> Target:
     """The engine and the devices that the arguments ask for. Reads no weights.
 
@@ -92,9 +78,12 @@ def find_target(args: argparse.Namespace) -> Target:
         InvalidConfigError: names the argument, its value and what is expected.
         ValueError: the compiler is not installed.
     """
-    from sgljax_engine.aot import parse_topology, topology_mesh
+    from tools.aot import parse_topology, topology_mesh
 
-    check_target_options(args)
+    if args.overrides and args.config is None:
+        raise InvalidConfigError(f"key=value arguments need --config, got {args.overrides[0]!r}")
+    if (args.model is None) == (args.config is None):
+        raise InvalidConfigError("--topology needs --model or --config, and not both")
     chip, sizes = parse_topology(args.topology)
     prepare_compiler(args.topology)
     shape, axis_names = None, _AXIS_NAMES
@@ -115,7 +104,7 @@ def prepare_compiler(topology: str) -> None:
         InvalidConfigError: for a topology that cannot be compiled for.
         ValueError: the compiler is not installed.
     """
-    from sgljax_engine.aot import parse_topology
+    from tools.aot import parse_topology
 
     chip, _ = parse_topology(topology)
     if chip.platform == "tpu":
