@@ -26,7 +26,7 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from tunix_sgljax.bench.environment import cpu_model
+from benchmarks.lib.environment import cpu_model
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "benchmarks/results/install_matrix.md"

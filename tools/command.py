@@ -10,7 +10,7 @@ from tunix_sgljax.cli.main import Parser, guarded
 
 
 def main(
-    name: str,
+    module: str,
     summary: str,
     examples: str,
     add_arguments: Callable[[argparse.ArgumentParser], None],
@@ -20,14 +20,14 @@ def main(
     """Runs a tool and returns the exit code: 0, 1 failure, 2 bad input, 130 interrupted.
 
     Args:
-        name: The module's name in this folder.
+        module: What `python -m` runs.
         summary: One line.
         examples: Command lines to copy, shown at the end of its `--help`.
         add_arguments: Declares its options.
         run: Does the work and returns the exit code.
         argv: Arguments; None takes the process's.
     """
-    parser = make_parser(name, summary, examples, add_arguments)
+    parser = make_parser(module, summary, examples, add_arguments)
     words = sys.argv[1:] if argv is None else argv
     return guarded(
         lambda: run(parser.parse_args(words)),
@@ -37,14 +37,14 @@ def main(
 
 
 def make_parser(
-    name: str,
+    module: str,
     summary: str,
     examples: str,
     add_arguments: Callable[[argparse.ArgumentParser], None],
 ) -> Parser:
     """The parser of a tool; see `main`."""
     parser = Parser(
-        prog=f"python -m tools.{name}",
+        prog=f"python -m {module}",
         description=summary,
         epilog=examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -22,11 +22,11 @@ import numpy as np
 from flax import nnx
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
+from benchmarks.lib.models import make_tunix_model
 from benchmarks.lib.reporting import make_parser, output_dir, write_results
+from benchmarks.lib.shapes import MODELS, PAD_ID, IdTokenizer
 from benchmarks.lib.turns import speed_table, take_turns
 from tunix_sgljax import MismatchReport, SglJaxRollout, mismatch_report
-from tunix_sgljax.bench.models import make_tunix_model
-from tunix_sgljax.bench.shapes import MODELS, PAD_ID, IdTokenizer
 from tunix_sgljax.exactness.trainer_match import trainer_logps
 from tunix_sgljax.padding import left_pad_prompts
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tunix_sgljax.bench.environment import num_cores
+from benchmarks.lib.environment import num_cores
 
 _MATMULS = (
     (64, 512, 1536),

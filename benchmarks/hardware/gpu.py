@@ -44,11 +44,11 @@ from benchmarks.hardware.gpu_kernels import (
     measure_prefill,
 )
 from benchmarks.hardware.gpu_training import measure_interruptions, measure_mismatch
+from benchmarks.lib.environment import describe_environment
 from benchmarks.lib.reporting import ROOT, report_head, write_report
 from sgljax_engine.attention.base import PagedAttention
 from sgljax_engine.attention.pallas import PallasAttention
 from sgljax_engine.attention.registry import PORTABLE
-from tunix_sgljax.bench.environment import describe_environment
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,10 +18,10 @@ from tunix.generate.sampler import CacheConfig, Sampler
 from tunix.models.qwen3.model import ModelConfig, Qwen3
 
 from benchmarks.hardware.gpu_kernels import Ceilings
+from benchmarks.lib.shapes import IdTokenizer
 from benchmarks.lib.turns import timed
 from sgljax_engine import SamplingParams
 from tunix_sgljax import SglJaxRollout, create_sgljax_rollout
-from tunix_sgljax.bench.shapes import IdTokenizer
 
 _TINY = dataclasses.replace(
     ModelConfig.qwen3_0p6b(),

@@ -39,8 +39,8 @@ import jax
 
 from benchmarks.hardware.gpu_products import NotHereError
 from benchmarks.hardware.gpu_rungs import BASE, RUNGS, Ladder, Sizes
+from benchmarks.lib.environment import describe_environment
 from benchmarks.lib.reporting import ROOT, report_head, write_report
-from tunix_sgljax.bench.environment import describe_environment
 
 
 def run_here(names: Sequence[str], *, is_smoke: bool, reference: Path) -> None:

@@ -27,10 +27,10 @@ import jax
 import numpy as np
 
 from benchmarks.hardware.gpu_engine import EngineSizes, make_model, make_rollout
+from benchmarks.lib.environment import describe_environment
 from benchmarks.lib.reporting import ROOT, report_head, write_report
 from benchmarks.lib.turns import timed
 from sgljax_engine import SamplingParams
-from tunix_sgljax.bench.environment import describe_environment
 
 _ALL_BUFFERS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CONDITIONAL,WHILE"
 

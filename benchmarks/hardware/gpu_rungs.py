@@ -18,6 +18,7 @@ from tunix.models.qwen3.model import Qwen3
 from benchmarks.hardware import gpu_products
 from benchmarks.hardware.gpu_engine import EngineSizes, make_model
 from benchmarks.hardware.gpu_prefill import measure_prefill_kernels
+from benchmarks.lib.shapes import IdTokenizer
 from benchmarks.lib.turns import timed
 from sgljax_engine import SamplingParams
 from sgljax_engine.attention import pallas
@@ -29,7 +30,6 @@ from sgljax_engine.layers.invariant import InvariantKernels
 from sgljax_engine.layers.kernels import LinearBackend, XlaKernels
 from sgljax_engine.placement import submeshes
 from tunix_sgljax import SglJaxRollout, create_sgljax_rollout
-from tunix_sgljax.bench.shapes import IdTokenizer
 
 TOLERANCE = 0.15
 """Most that a log-prob of a greedy token may differ from XLA's code's, in bfloat16."""

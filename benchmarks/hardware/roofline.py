@@ -21,8 +21,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from benchmarks.hardware.ceilings import Ceilings
+from benchmarks.lib.workloads import Workload
 from sgljax_engine import ModelConfig
-from tunix_sgljax.bench.workloads import Workload
 
 ITEM_BYTES = 4
 """Bytes of a weight, key or value: float32."""

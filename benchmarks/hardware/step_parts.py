@@ -29,7 +29,9 @@ from jax import lax
 from benchmarks.hardware.ceilings import Ceilings, measure_ceilings
 from benchmarks.hardware.roofline import decode_work, limit_by_part
 from benchmarks.lib.reporting import make_parser, output_dir, write_results
+from benchmarks.lib.shapes import MODELS, BenchModel
 from benchmarks.lib.turns import take_turns
+from benchmarks.lib.workloads import Workload, make_workload
 from sgljax_engine import Engine, SamplingParams
 from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.devices import is_own_cpu
@@ -41,8 +43,6 @@ from sgljax_engine.runner.programs.context import ProgramContext
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.sampling.sampler import Sampled
 from sgljax_engine.xla_options import compiler_options
-from tunix_sgljax.bench.shapes import MODELS, BenchModel
-from tunix_sgljax.bench.workloads import Workload, make_workload
 
 
 class Dispatch(NamedTuple):

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.lib.reporting import make_parser, output_dir, write_results
+from benchmarks.lib.shapes import MODELS
 from sgljax_engine import Engine, EngineShutdownError, SamplingParams, SchedulerConfig
 from sgljax_engine.io_struct import PauseMode
-from tunix_sgljax.bench.shapes import MODELS
 
 MODES: tuple[PauseMode, ...] = ("retract", "in_place")
 MAX_DISPATCHES_S = (SchedulerConfig().max_dispatch_s, 0.1)

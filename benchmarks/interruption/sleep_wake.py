@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib.reporting import make_parser, output_dir, write_results
+from benchmarks.lib.shapes import MODELS
 from sgljax_engine import Engine, EngineShutdownError, SamplingParams
-from tunix_sgljax.bench.shapes import MODELS
 
 WAIT_S = 300
 """Longer than anything here takes."""

@@ -15,11 +15,11 @@ from flax import nnx
 from tunix.models.qwen3.model import Qwen3
 
 from benchmarks.hardware.ceilings import measure_copy
+from benchmarks.lib.peers import SglJaxPeer
 from benchmarks.lib.turns import timed
+from benchmarks.lib.workloads import Workload, make_workload
 from sgljax_engine import SamplingParams
 from sgljax_engine.observability.trace import RecordedEvent
-from tunix_sgljax.bench.peers import SglJaxPeer
-from tunix_sgljax.bench.workloads import Workload, make_workload
 
 _UPDATES_PER_COPY = 5
 _UPDATES_AFTER = (1 / 4, 3 / 4)

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.lib.shapes import MODELS
 from sgljax_engine import Engine, ModelConfig, SamplingParams
 from sgljax_engine.builder.sources import dummy_weights
 from sgljax_engine.weights.rules import WeightSource
-from tunix_sgljax.bench.shapes import MODELS
 
 OUR_OPTIONS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},

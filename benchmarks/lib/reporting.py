@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from tunix_sgljax.bench.environment import Environment, describe_environment
+from benchmarks.lib.environment import Environment, describe_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 _INNERMOST = re.compile(r"[\[{][^\[\]{}]*[\]}]")

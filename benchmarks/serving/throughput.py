@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib.reporting import make_parser, output_dir, write_results
+from benchmarks.lib.shapes import MODELS
 from benchmarks.lib.turns import speed_table
+from benchmarks.lib.workloads import Workload, make_workload
 from sgljax_engine import Engine
-from tunix_sgljax.bench.shapes import MODELS
-from tunix_sgljax.bench.workloads import Workload, make_workload
 
 MODEL = "small"
 WORKLOAD = "rl_longtail"

@@ -25,8 +25,8 @@ import jax
 import numpy as np
 
 from benchmarks.lib.reporting import make_parser, output_dir, write_results
+from benchmarks.lib.shapes import SMALL, SMALL_IN_WORDS
 from sgljax_engine import Engine
-from tunix_sgljax.bench.shapes import SMALL, SMALL_IN_WORDS
 
 NUM_ROWS, NUM_PROMPT = 64, 64
 REAL: dict[str, Any] = {"max_model_len": 2048, "num_kv_tokens": 32_768}

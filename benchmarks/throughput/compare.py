@@ -34,16 +34,16 @@ from benchmarks.interruption.weight_sync import (
     sync_workload,
 )
 from benchmarks.lib.comparison import PeerResult, WorkloadResult, format_comparison
+from benchmarks.lib.environment import describe_environment
+from benchmarks.lib.measure import count_agreed, timed
+from benchmarks.lib.models import make_tunix_model
 from benchmarks.lib.page import write_page
+from benchmarks.lib.peers import OURS, Peer, SglJaxPeer
 from benchmarks.lib.reporting import make_parser, output_dir, report_head, write_report
+from benchmarks.lib.shapes import MODELS, BenchModel
+from benchmarks.lib.vanilla import VanillaPeer, batches
+from benchmarks.lib.workloads import WORKLOADS, Workload, make_workload
 from sgljax_engine import ModelConfig
-from tunix_sgljax.bench.environment import describe_environment
-from tunix_sgljax.bench.measure import count_agreed, timed
-from tunix_sgljax.bench.models import make_tunix_model
-from tunix_sgljax.bench.peers import OURS, Peer, SglJaxPeer
-from tunix_sgljax.bench.shapes import MODELS, BenchModel
-from tunix_sgljax.bench.vanilla import VanillaPeer, batches
-from tunix_sgljax.bench.workloads import WORKLOADS, Workload, make_workload
 
 DEFAULT_MODELS = ("tiny", "small")
 

@@ -19,8 +19,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from benchmarks.lib.reporting import make_parser, output_dir, write_results
+from benchmarks.lib.shapes import SMALL, SMALL_IN_WORDS
 from sgljax_engine import Engine, SamplingParams
-from tunix_sgljax.bench.shapes import SMALL, SMALL_IN_WORDS
 
 NUM_ENGINES, ROWS, STEPS, CONTEXT = 8, 64, 16, 128
 

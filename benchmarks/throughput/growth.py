@@ -21,8 +21,8 @@ import numpy as np
 
 from benchmarks.lib.page import write_page
 from benchmarks.lib.reporting import make_parser, output_dir, write_results
+from benchmarks.lib.shapes import MODELS
 from sgljax_engine import Engine, SamplingParams
-from tunix_sgljax.bench.shapes import MODELS
 
 OUTPUT_LEN = 64
 SERIES: dict[str, tuple[str, list[int]]] = {

@@ -37,9 +37,9 @@ from benchmarks.lib.gguf_model import STORED_TYPES, write_gguf
 from benchmarks.lib.llamacpp_peer import Settings, serve
 from benchmarks.lib.llamacpp_sides import OUR_OPTIONS, OurSide, Worker, make_weights
 from benchmarks.lib.reporting import ROOT, make_parser, output_dir, write_results
+from benchmarks.lib.shapes import MODELS
 from benchmarks.lib.turns import speed_table, take_turns
-from tunix_sgljax.bench.shapes import MODELS
-from tunix_sgljax.bench.workloads import WORKLOADS, Workload, make_workload
+from benchmarks.lib.workloads import WORKLOADS, Workload, make_workload
 
 DEFAULT_MODEL = "small"
 DEFAULT_WORKLOADS = ("rl_longtail", "rl_uniform", "long_prompt", "single_stream")

@@ -32,11 +32,11 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from benchmarks.lib.page import write_page
 from benchmarks.lib.reporting import ROOT, make_parser, output_dir, write_results
+from benchmarks.lib.shapes import MODELS
+from benchmarks.lib.workloads import make_workload
 from sgljax_engine import Engine, RequestOutput, SamplingParams
 from tools.simulation import Plan, RecordedLengths, Simulation, StepTable
 from tunix_sgljax import Progress, SglJaxRollout
-from tunix_sgljax.bench.shapes import MODELS
-from tunix_sgljax.bench.workloads import make_workload
 
 sys.path.insert(0, str(ROOT / "examples"))
 

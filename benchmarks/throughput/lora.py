@@ -21,13 +21,13 @@ import numpy as np
 import qwix
 from flax import nnx
 
+from benchmarks.lib.models import make_tunix_model
 from benchmarks.lib.reporting import make_parser, output_dir, write_results
+from benchmarks.lib.shapes import MODELS, BenchModel, IdTokenizer
 from benchmarks.lib.turns import speed_table, take_turns
 from sgljax_engine import Engine, LoraRule, SamplingParams, WeightRule, logical_rules
 from sgljax_engine.models.registry import get_model
 from tunix_sgljax import SglJaxRollout
-from tunix_sgljax.bench.models import make_tunix_model
-from tunix_sgljax.bench.shapes import MODELS, BenchModel, IdTokenizer
 
 NUM_ROWS = 64
 DECODE_RANK, SYNC_RANK = 16, 8

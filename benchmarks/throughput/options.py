@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.lib.reporting import make_parser, output_dir, write_results
+from benchmarks.lib.shapes import SMALL, SMALL_IN_WORDS
 from benchmarks.lib.turns import speed_table, take_turns
+from benchmarks.lib.workloads import Workload, make_workload
 from sgljax_engine import Engine, ModelConfig, MoEConfig, SamplingParams
-from tunix_sgljax.bench.shapes import SMALL, SMALL_IN_WORDS
-from tunix_sgljax.bench.workloads import Workload, make_workload
 
 WORKLOADS = ("rl_longtail", "rl_uniform", "long_prompt", "single_stream")
 PENALTIES = {"presence_penalty": 0.2, "frequency_penalty": 0.1, "repetition_penalty": 1.1}

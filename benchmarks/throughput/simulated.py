@@ -28,6 +28,7 @@ import numpy as np
 
 from benchmarks.lib.page import write_page
 from benchmarks.lib.reporting import ROOT, make_parser, output_dir, write_results
+from benchmarks.lib.workloads import make_workload
 from tools.simulation import (
     TABLES,
     WAYS,
@@ -40,7 +41,6 @@ from tools.simulation import (
     find_table,
     read_lengths,
 )
-from tunix_sgljax.bench.workloads import make_workload
 
 SIZES = tuple((rows, requests) for rows in (64, 128, 256) for requests in (64, 256, 1024))
 """Rows and requests."""

@@ -27,13 +27,13 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.lib.reporting import make_parser, output_dir, write_results
+from benchmarks.lib.shapes import MODELS
 from benchmarks.lib.turns import speeds
 from sgljax_engine import Engine, EngineCounters, ModelConfig, SamplingParams
 from sgljax_engine.scheduler.speculator import _FIRST_ACCEPTANCE, _TRIAL_STEPS, Speculator
 from sgljax_engine.speculation.drafters import Answer, HistoryDrafter
 from sgljax_engine.speculation.plan import ACCEPTANCE_KINDS
 from sgljax_engine.speculation.texts import RequestText
-from tunix_sgljax.bench.shapes import MODELS
 
 MODES = ("off", "auto")
 NUM_TOKENS = {"qwen3-0.6b": 64}

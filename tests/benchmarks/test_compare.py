@@ -11,11 +11,11 @@ from benchmarks.interruption.weight_sync import (
     measure_weight_sync,
 )
 from benchmarks.lib.comparison import PeerResult, WorkloadResult, format_comparison
+from benchmarks.lib.shapes import MODELS
+from benchmarks.lib.vanilla import VanillaPeer
+from benchmarks.lib.workloads import make_workload
 from benchmarks.throughput import compare
 from sgljax_engine.observability.trace import RecordedEvent
-from tunix_sgljax.bench.shapes import MODELS
-from tunix_sgljax.bench.vanilla import VanillaPeer
-from tunix_sgljax.bench.workloads import make_workload
 
 QUICK_COMPILE = "that the benchmark runs and what it writes, not its numbers"
 

@@ -14,8 +14,8 @@ import pytest
 from benchmarks.lib.gguf_model import encode, gguf_name, write_gguf
 from benchmarks.lib.llamacpp_peer import Batcher, Settings
 from benchmarks.lib.llamacpp_sides import Worker, make_weights
+from benchmarks.lib.shapes import MODELS
 from benchmarks.throughput import llamacpp
-from tunix_sgljax.bench.shapes import MODELS
 
 VOCAB = 50
 

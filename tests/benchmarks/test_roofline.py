@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.hardware import roofline
 from benchmarks.hardware.ceilings import Ceilings, measure_ceilings
+from benchmarks.lib.workloads import Workload
 from sgljax_engine import ModelConfig, RopeConfig
-from tunix_sgljax.bench.workloads import Workload
 
 CONFIG = ModelConfig(
     architecture="Qwen3ForCausalLM",

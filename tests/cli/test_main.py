@@ -57,7 +57,7 @@ def test_help_imports_no_jax_and_no_tunix():
 import sys
 from tunix_sgljax.cli.main import main
 assert main(["--help"]) == 0
-for name in ("train", "tunix", "generate", "bench", "doctor", "convert", "evaluate"):
+for name in ("train", "tunix", "generate", "doctor", "convert", "evaluate"):
     assert main([name, "--help"]) == 0
 assert not {"jax", "tunix", "transformers"} & set(sys.modules)
 """
@@ -84,7 +84,7 @@ assert not {"jax", "tunix", "transformers"} & set(sys.modules)
             "--tensor-parallel-size; options of the engine are given as --engine tp_size=VALUE (",
         ),
         (
-            ["bench", "--random", "tiny", "--enforce-eager"],
+            ["generate", "--model", "x", "--enforce-eager"],
             "--enforce-eager; it is an option of another engine with",
         ),
         (["generate", "--model", "x", "--num-beams", "2"], "beam search is not implemented (see"),
@@ -101,7 +101,6 @@ assert not {"jax", "tunix", "transformers"} & set(sys.modules)
             for words in (
                 ["generate", "hi", "--model"],
                 ["serve", "--model"],
-                ["bench", "--model"],
                 ["doctor", "--model"],
                 ["evaluate", "--config", str(CONFIG), "--model"],
                 ["convert", "--output", "/no/such", "--base", "x"],

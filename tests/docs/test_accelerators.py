@@ -41,7 +41,7 @@ def test_the_sections_are_the_reports():
 def test_the_command_is_one_of_aot(heading):
     python, module, name, *argv = shlex.split(REPORTS[heading].command)
     assert (python, module, name) == ("python", "-m", "tools.aot")
-    args = make_parser("aot", aot.SUMMARY, aot.EXAMPLES, aot.add_arguments).parse_args(argv)
+    args = make_parser("tools.aot", aot.SUMMARY, aot.EXAMPLES, aot.add_arguments).parse_args(argv)
     assert not args.json
 
 

@@ -220,7 +220,7 @@ def test_commands_have_the_options_that_pages_give_them(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_paths_in_pages_exist(page):
     text = page.read_text(encoding="utf-8")
-    folders = "benchmarks|configs|docs|engine|examples|notebooks|tests|tunix_sgljax"
+    folders = "benchmarks|configs|docs|engine|examples|notebooks|tests|tools|tunix_sgljax"
     for path in set(re.findall(rf"`((?:{folders})/[\w./-]+)`", text)):
         if path != "tests/soak.txt":  # `make soak` writes it
             assert (ROOT / path).exists(), f"{page.name}: {path}"

@@ -91,7 +91,7 @@ def to_json(report: AotReport, title: str, topology: str) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the tool; see `tools.command`."""
-    return command.main("aot", SUMMARY, EXAMPLES, add_arguments, run, argv)
+    return command.main("tools.aot", SUMMARY, EXAMPLES, add_arguments, run, argv)
 
 
 if __name__ == "__main__":

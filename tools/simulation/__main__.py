@@ -110,7 +110,7 @@ def _line(outcome: Outcome) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the tool; see `tools.command`."""
-    return command.main("simulation", SUMMARY, EXAMPLES, add_arguments, run, argv)
+    return command.main("tools.simulation", SUMMARY, EXAMPLES, add_arguments, run, argv)
 
 
 if __name__ == "__main__":

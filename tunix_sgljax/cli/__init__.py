@@ -1,1 +1,1 @@
-"""The command `tunix-sgljax`: train, generate, bench, doctor, convert."""
+"""The command `tunix-sgljax`: train, generate, doctor, convert."""

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from packaging.requirements import Requirement
 
-from tunix_sgljax.bench.environment import num_cores
 from tunix_sgljax.cli import pathways
 from tunix_sgljax.maxtext.requirements import WHEELS
 
 if TYPE_CHECKING:
-    from sgljax_engine import EngineConfig, EnginePreview
+    from sgljax_engine import EngineConfig, EnginePreview, ModelConfig
 
 DISTRIBUTION = "tunix-sgljax"
 
@@ -168,9 +167,8 @@ def gather(folder: Path | None, config: EngineConfig) -> Facts:
     if model is not None and not model.vocab_size:
         return facts
     from sgljax_engine import load_model_config, preview_engine
-    from tunix_sgljax.bench.shapes import QWEN3_0P6B
 
-    shape = QWEN3_0P6B if folder is None else load_model_config(folder)
+    shape = _example() if folder is None else load_model_config(folder)
     try:
         preview = preview_engine(shape, folder=folder, config=config)
     except ValueError as error:
@@ -178,6 +176,33 @@ def gather(folder: Path | None, config: EngineConfig) -> Facts:
     path = preview.compilation_cache
     cache = None if path is None else look_at_cache(path)
     return dataclasses.replace(facts, preview=preview, cache=cache)
+
+
+def num_cores() -> int:
+    """Returns how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _example() -> ModelConfig:
+    """Qwen3-0.6B's shape."""
+    from sgljax_engine import ModelConfig, RopeConfig
+
+    return ModelConfig(
+        architecture="Qwen3ForCausalLM",
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_layers=28,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        rope=RopeConfig(theta=1e6),
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        context_length=1024,
+    )
 
 
 def required_here(lines: Sequence[str]) -> Iterator[Requirement]:

@@ -50,7 +50,6 @@ COMMANDS = {
     "maxtext": "Run MaxText's own RL trainer on its YAML and overrides, sampling on this engine.",
     "generate": "Complete prompts with a model in a Hugging Face folder.",
     "serve": "Serve a model in a Hugging Face folder over HTTP.",
-    "bench": "Measure speed on this machine, alone or against Tunix's vanilla sampler.",
     "doctor": "Say what is installed, what will be used, and what is wrong.",
     "convert": "Write a Tunix checkpoint as a Hugging Face folder, or as a PEFT adapter.",
 }
@@ -65,7 +64,6 @@ _EXAMPLES = """examples:
   tunix-sgljax tunix grpo base_config.yaml rollout_engine=sgljax
   tunix-sgljax maxtext rl rl.yml model_name=qwen3-0.6b run_name=first
   tunix-sgljax convert checkpoints/actor --base path/to/Qwen3-0.6B --output trained
-  tunix-sgljax bench --random small --against vanilla
 
 `tunix-sgljax COMMAND --help` has the options of a command, and more examples.
 Exit codes: 0 success, 1 failure, 2 bad input, 130 interrupted."""

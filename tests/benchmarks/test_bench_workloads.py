@@ -2,9 +2,9 @@
 
 import pytest
 
-from tunix_sgljax.bench.measure import count_agreed
-from tunix_sgljax.bench.vanilla import VanillaPeer
-from tunix_sgljax.bench.workloads import WORKLOADS, make_workload
+from benchmarks.lib.measure import count_agreed
+from benchmarks.lib.vanilla import VanillaPeer
+from benchmarks.lib.workloads import WORKLOADS, make_workload
 
 VOCAB_SIZE = 4096
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import importlib.metadata
-import os
 import platform
 from pathlib import Path
+
+from tunix_sgljax.cli.doctor_facts import num_cores
 
 PACKAGES = ("google-tunix", "jax", "jaxlib", "flax", "numpy", "tunix-sgljax")
 
@@ -34,13 +35,6 @@ def describe_environment(device: str) -> Environment:
         python=platform.python_version(),
         versions={name: importlib.metadata.version(name) for name in PACKAGES},
     )
-
-
-def num_cores() -> int:
-    """Returns how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def cpu_model() -> str:

@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
+from benchmarks.lib.shapes import IdTokenizer
+from benchmarks.lib.workloads import Workload
 from sgljax_engine import Engine, RequestOutput, SamplingParams
-from tunix_sgljax.bench.shapes import IdTokenizer
-from tunix_sgljax.bench.workloads import Workload
 
 OURS = "sgljax"
 

@@ -1,4 +1,7 @@
-"""`tunix-sgljax bench`: speed on this machine, alone or against Tunix's vanilla sampler."""
+"""Speed on this machine, alone or against Tunix's vanilla sampler.
+
+python -m benchmarks.bench --random small --against vanilla
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sgljax_engine import InvalidConfigError, ModelConfig, UnsupportedModelError
+from tools import command
 from tunix_sgljax.cli.engine_options import (
     add_engine_options,
     engine_config,
@@ -22,17 +27,17 @@ from tunix_sgljax.cli.interrupt import EXIT_INTERRUPTED
 from tunix_sgljax.cli.output import emit, say
 
 if TYPE_CHECKING:
-    from tunix_sgljax.bench.peers import EnginePeer
-    from tunix_sgljax.bench.report import Comparison, Measurement
-    from tunix_sgljax.bench.workloads import Workload
+    from benchmarks.lib.peers import EnginePeer
+    from benchmarks.lib.report import Comparison, Measurement
+    from benchmarks.lib.workloads import Workload
 
 SUMMARY = "Measure speed on this machine, alone or against Tunix's vanilla sampler."
 
 EXAMPLES = """examples:
-  tunix-sgljax bench --random small
-  tunix-sgljax bench --random small --against vanilla --workloads rl_longtail
-  tunix-sgljax bench --model Qwen3-0.6B --length-scale 4 --json bench.json
-  tunix-sgljax bench --random path/to/config.json --repeats 1
+  python -m benchmarks.bench --random small
+  python -m benchmarks.bench --random small --against vanilla --workloads rl_longtail
+  python -m benchmarks.bench --model Qwen3-0.6B --length-scale 4 --json bench.json
+  python -m benchmarks.bench --random path/to/config.json --repeats 1
 
 Workloads, whose lengths --length-scale multiplies:
   rl_longtail    a GRPO step: 16 prompts of 64 to 128 tokens, 8 samples each of 16 to 256
@@ -48,7 +53,7 @@ VANILLA = "vanilla"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of `bench`."""
+    """Declares the options."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", metavar="FOLDER", help="a Hugging Face folder")
     source.add_argument(
@@ -88,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         Path(args.json).open("a").close()  # refused now, not after the measurement
 
-    from tunix_sgljax.bench.report import format_table
+    from benchmarks.lib.report import format_table
 
     measurements: list[Measurement] = []
     is_interrupted = False
@@ -103,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         import jax
 
-        from tunix_sgljax.bench.environment import describe_environment
+        from benchmarks.lib.environment import describe_environment
 
         report = {
             "environment": dataclasses.asdict(describe_environment(jax.devices()[0].device_kind)),
@@ -124,8 +129,8 @@ def find_model(args: argparse.Namespace) -> tuple[ModelConfig, Path | None]:
         UnsupportedModelError: for an architecture that is not implemented, or that the other
             sampler cannot run.
     """
+    from benchmarks.lib.shapes import MODELS
     from sgljax_engine import load_model_config, model_config_from_hf
-    from tunix_sgljax.bench.shapes import MODELS
 
     if args.model is not None:
         folder = model_folder(args.model)
@@ -149,9 +154,9 @@ def measure(
     args: argparse.Namespace, config: ModelConfig, folder: Path | None
 ) -> Iterator[Measurement]:
     """Runs the workloads one after the other."""
-    from tunix_sgljax.bench.measure import timed
-    from tunix_sgljax.bench.report import Measurement
-    from tunix_sgljax.bench.workloads import FULL, QUICK, make_workload
+    from benchmarks.lib.measure import timed
+    from benchmarks.lib.report import Measurement
+    from benchmarks.lib.workloads import FULL, QUICK, make_workload
 
     sizes = (QUICK if args.quick else FULL).scaled(args.length_scale)
     workloads = [make_workload(name, config.vocab_size, sizes=sizes) for name in args.workloads]
@@ -197,9 +202,9 @@ def _compare(
     workload: Workload,
 ) -> tuple[list[float], Comparison]:
     """Seconds of our runs, and the other sampler in turns with them."""
-    from tunix_sgljax.bench.measure import agreed_tokens, timed
-    from tunix_sgljax.bench.report import Comparison
-    from tunix_sgljax.bench.vanilla import VanillaPeer
+    from benchmarks.lib.measure import agreed_tokens, timed
+    from benchmarks.lib.report import Comparison
+    from benchmarks.lib.vanilla import VanillaPeer
 
     peer = VanillaPeer(model, config, workload, None)
     agreed, count = agreed_tokens(ours, peer, workload)
@@ -232,8 +237,8 @@ def _make_ours(
     model: Any,
     workload: Workload,
 ) -> EnginePeer:
+    from benchmarks.lib.peers import EnginePeer, SglJaxPeer
     from sgljax_engine import Engine
-    from tunix_sgljax.bench.peers import EnginePeer, SglJaxPeer
     from tunix_sgljax.observability.progress import Progress
 
     if folder is None and model is not None:  # the same weights as the other sampler
@@ -247,8 +252,8 @@ def _make_ours(
 
 
 def _tunix_model(args: argparse.Namespace, config: ModelConfig, folder: Path | None) -> Any:
+    from benchmarks.lib.models import load_tunix_model, make_tunix_model
     from sgljax_engine import preview_engine
-    from tunix_sgljax.bench.models import load_tunix_model, make_tunix_model
 
     dtype = preview_engine(config, folder=folder, config=engine_config(args)).dtype
     if folder is None:
@@ -259,3 +264,12 @@ def _tunix_model(args: argparse.Namespace, config: ModelConfig, folder: Path | N
 def _tell(args: argparse.Namespace, text: str) -> None:
     if not args.quiet:
         say(text)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; see `tools.command`."""
+    return command.main("benchmarks.bench", SUMMARY, EXAMPLES, add_arguments, run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

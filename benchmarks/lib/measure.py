@@ -6,8 +6,8 @@ import dataclasses
 import gc
 import time
 
-from tunix_sgljax.bench.peers import Peer
-from tunix_sgljax.bench.workloads import Workload
+from benchmarks.lib.peers import Peer
+from benchmarks.lib.workloads import Workload
 
 _NUM_GREEDY_PROMPTS, _NUM_GREEDY_TOKENS = 4, 8
 _SETTLE_S = 0.2

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from tunix.generate.sampler import CacheConfig, Sampler
 
+from benchmarks.lib.shapes import IdTokenizer
+from benchmarks.lib.workloads import Workload
 from sgljax_engine import ModelConfig
-from tunix_sgljax.bench.shapes import IdTokenizer
-from tunix_sgljax.bench.workloads import Workload
 
 VANILLA = "vanilla"
 

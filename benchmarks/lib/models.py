@@ -12,8 +12,8 @@ import numpy as np
 from flax import nnx
 from tunix.models.qwen3.model import Qwen3
 
+from benchmarks.lib.shapes import PAD_ID
 from sgljax_engine import ModelConfig
-from tunix_sgljax.bench.shapes import PAD_ID
 from tunix_sgljax.training.models import find_model, load_policy, tunix_config
 from tunix_sgljax.training.schema import ModelSection
 

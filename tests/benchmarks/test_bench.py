@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.bench import main
+from benchmarks.lib import measure
+from benchmarks.lib.workloads import FULL, QUICK, make_workload
 from tests.engine.small_tokenizers import GOLDEN
-from tunix_sgljax.bench import measure
-from tunix_sgljax.bench.workloads import FULL, QUICK, make_workload
-from tunix_sgljax.cli.main import main
 
 QUICK_COMPILE = "what the command prints and writes"
 
@@ -21,7 +21,7 @@ SMALL_ENGINE = ["--engine", "token_buckets=[64]", "--engine", "chunked_prefill_s
 
 
 def bench(*argv: Any) -> int:
-    return main(["bench", *map(str, argv), *SMALL_ENGINE])
+    return main([*map(str, argv), *SMALL_ENGINE])
 
 
 @pytest.mark.soak

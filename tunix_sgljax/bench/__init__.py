@@ -1,1 +1,0 @@
-"""Measures rollout speed: workloads, models with random weights, and peers."""
