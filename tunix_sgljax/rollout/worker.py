@@ -34,6 +34,7 @@ from tunix_sgljax.observability.observers import RolloutObservers
 from tunix_sgljax.observability.progress import Progress
 from tunix_sgljax.policy_weights import PolicyWeights
 from tunix_sgljax.rollout.building import EngineBuilder
+from tunix_sgljax.rollout.following import TrainerFollower, is_in_learner
 from tunix_sgljax.rollout.generating import (
     SamplingReader,
     scored_sequences,
@@ -176,6 +177,7 @@ class SglJaxRollout(BaseRollout):
         )
         self._recorder = OutputRecorder()
         self._prepared = PreparedOutputs()
+        self._follower = TrainerFollower()
         self._observers = RolloutObservers(progress)
         self._lock = threading.Lock()
         self._engine: Engine | None = None
@@ -201,6 +203,7 @@ class SglJaxRollout(BaseRollout):
         """
         cluster = find_cluster()
         self._observers.expect_trainer(cluster is not None)
+        self._follower.bind(cluster)
         self._batch_advice = micro_batch_advice(cluster)
         self._joins_calls = joins_calls(cluster)
         self._bind(rollout_config, configs_by_mode(cluster, rollout_config))
@@ -241,6 +244,7 @@ class SglJaxRollout(BaseRollout):
                 )
                 # From now on weights come through update_params; do not keep the actor alive.
                 self._builder.actor = None
+                self._follower.note_served()
                 self._observers.built(self._engine)
             return self._engine
 
@@ -354,6 +358,8 @@ class SglJaxRollout(BaseRollout):
         if not texts:
             raise InvalidRequestError("prompts is empty; it needs at least one prompt")
         is_joined = self._joins_calls and len(texts) > 1
+        if is_in_learner():
+            self.follow_trainer()
         params = self._row_params(rollout_config, len(texts))
         if self._temperature is None:
             self._temperature = rollout_config.temperature
@@ -624,7 +630,20 @@ class SglJaxRollout(BaseRollout):
         else:
             with self._match.update(params) as versions:
                 versions.append(self._policy.update(engine, params, mode))
+        self._follower.note_served()
         self._idle_policy.updated(engine)
+
+    def follow_trainer(self) -> None:
+        """Updates the weights if the cluster's trainer has made a step since they were its own.
+
+        `generate` calls it where Tunix's GRPO and PPO learners sample, which sync once a global
+        step: with `mini_batch_size` below the batch their optimizer steps more often. Not while the
+        trainer works.
+        """
+        self.engine  # noqa: B018  if it is built only now, it has the newest
+        newer = self._follower.newer_params()
+        if newer is not None:
+            self.update_params(*newer)
 
     def find_differing_weights(self, params: Any) -> list[str]:
         """Names of engine weights whose bits differ from the mapped trainer weights; see `Engine`.
