@@ -26,10 +26,11 @@ from sgljax_engine import (
     flatten_named,
 )
 from tunix_sgljax import padding, sampling
+from tunix_sgljax.exactness.lora_effect import LoraEffect
 from tunix_sgljax.exactness.trainer_match import TrainerMatch
 from tunix_sgljax.idle_policy import IdlePolicy
 from tunix_sgljax.in_flight.outputs import OutputRecorder, PreparedOutputs, VersionedRolloutOutput
-from tunix_sgljax.lora import LoraMode, LoraReport, check_lora_mode, check_scaling, is_lora_name
+from tunix_sgljax.lora import LoraChoice, LoraReport, check_lora_mode, check_scaling, is_lora_name
 from tunix_sgljax.observability.observers import RolloutObservers
 from tunix_sgljax.observability.progress import Progress
 from tunix_sgljax.policy_weights import PolicyWeights
@@ -86,7 +87,7 @@ class SglJaxRollout(BaseRollout):
         match_batch_size: int | None = None,
         weight_update_mode: sampling.WeightUpdateMode = "retract",
         release_kv_between_steps: bool = False,
-        lora: LoraMode = "merged",
+        lora: LoraChoice = "auto",
         lora_scaling: float | None = None,
         strict_config: bool = False,
         progress: Progress | None = None,
@@ -125,8 +126,10 @@ class SglJaxRollout(BaseRollout):
             lora: How to apply the pairs of a LoRA actor. "merged" adds them to the frozen base at
                 each sync, so that sampling costs the same as without LoRA. "adapter" keeps them
                 apart: a sync moves only the pairs, and the base (for the reference's log-probs, for
-                example) and other adapters can serve too; decoding takes a little longer. Ignored
-                for an actor without LoRA parameters.
+                example) and other adapters can serve too; decoding takes a little longer. "auto" is
+                "adapter" where the engine's weights are coarser than float32, in which merging
+                rounds small updates away, and "merged" otherwise; also, with a warning, where the
+                pairs cannot be kept apart. Ignored for an actor without LoRA parameters.
             lora_scaling: alpha / rank of all pairs. None takes
                 `RolloutConfig.rollout_sglang_jax_lora_scaling`, else each pair's value from the
                 actor's qwix provider.
@@ -655,6 +658,20 @@ class SglJaxRollout(BaseRollout):
             WeightSyncError: names each missing, extra or mis-shaped parameter.
         """
         return self._policy.differing(self.engine, params)
+
+    def lora_effect(self, params: Any) -> LoraEffect | None:
+        """How much of a LoRA actor's pairs is left in the weights that `generate` samples with.
+
+        None without pairs, as long as they change nothing, and for a quantised engine that merges.
+
+        Args:
+            params: All of the actor's parameters.
+        """
+        self.engine  # noqa: B018  only now it is certain how the pairs are applied
+        is_quantized = self._builder.engine_config.runtime.quantization is not None
+        if is_quantized and self.adapter is None:
+            return None
+        return self._policy.lora_effect(params, self._builder.dtype)
 
     def serve(self, **options: Any) -> Server:
         """Serves the policy over HTTP while it is trained; see `Engine.serve`.
