@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 LoraMode = Literal["merged", "adapter"]
 """How the engine applies a LoRA actor's pairs; see `SglJaxRollout`."""
 
+LoraChoice = Literal["auto", "merged", "adapter"]
+"""What a rollout is asked for; "auto" becomes one of the others."""
+
 BaseHolder = Literal["the actor", "the rollout"]
 """Who holds the memory of the frozen base."""
 
@@ -52,9 +55,9 @@ class LoraReport(NamedTuple):
 _A, _B = "_lora_a", "_lora_b"
 
 
-def check_lora_mode(mode: str) -> LoraMode:
-    """Returns the value, or raises InvalidConfigError for anything but a `LoraMode`."""
-    modes = get_args(LoraMode)
+def check_lora_mode(mode: str) -> LoraChoice:
+    """Returns the value, or raises InvalidConfigError for anything but a `LoraChoice`."""
+    modes = get_args(LoraChoice)
     if mode not in modes:
         raise InvalidConfigError(f"lora must be one of {modes}, got {mode!r}")
     return mode  # pyright: ignore[reportReturnType]
@@ -289,11 +292,11 @@ def _dequantised(named: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str
         )
         if qvalue is not None and scale is not None:  # else the engine's plan names the missing one
             quantised = qwix.QArray(qvalue, scale, zero_point, qtype)
-            out[name] = qwix.dequantize(jax.tree.map(_in_device_memory, quantised))
+            out[name] = qwix.dequantize(jax.tree.map(in_device_memory, quantised))
     return out
 
 
-def _in_device_memory(x: Any) -> Any:
+def in_device_memory(x: Any) -> Any:
     """The array, moved to device memory if Tunix keeps it on the host (`offload_to_cpu`)."""
     if not isinstance(x, jax.Array):
         return x
@@ -341,6 +344,14 @@ class LoraActor:
     def weights(self) -> list[str]:
         """Names of the weights that have a pair."""
         return [rule.weight for rule in self.rules]
+
+    @property
+    def stored_dtype(self) -> str:
+        """Dtype of the frozen base's weights; of those that are not quantised."""
+        named = self._own()
+        return str(
+            next(x.dtype for name, x in named.items() if not _is_inside(name, self._quantised))
+        )
 
     def check_factors_alone(self) -> None:
         """Refuses pairs that can only be merged into their weights.

@@ -12,8 +12,10 @@ from sgljax_engine import (
     LoraConfig,
     WeightRule,
     WeightSyncError,
+    flatten_named,
     localize,
 )
+from tunix_sgljax.exactness.lora_effect import LoraEffect, lora_effect
 from tunix_sgljax.lora import LoraActor, LoraMode, LoraReport, is_lora_name
 from tunix_sgljax.mappings import WeightMapper
 from tunix_sgljax.sampling import WeightUpdateMode
@@ -59,6 +61,12 @@ class PolicyWeights:
     def lora_report(self) -> LoraReport | None:
         """The report of the actor's LoRA pairs; None without any."""
         return None if self._lora is None else self._lora.report(self._mode)
+
+    def lora_effect(self, params: Any, dtype: str) -> LoraEffect | None:
+        """What the engine's dtype leaves of these parameters' pairs; None without any."""
+        if self._lora is None or not any(map(is_lora_name, flatten_named(params))):
+            return None
+        return lora_effect(*self.source(params), self._mode, dtype)
 
     def adapter_config(
         self, asked: LoraConfig, explicit: Collection[str], max_rank: int | None

@@ -60,6 +60,7 @@ def check_follows(cluster):
     [
         (False, "adapter"),
         (True, "merged"),
+        (True, "adapter"),
     ],
 )
 def test_a_grpo_run(offloads, mode):

@@ -193,10 +193,10 @@ def test_resumes_from_the_newest_checkpoint(tmp_path, capsys):
         grpo_config={"num_generations": 4, "beta": 0.0},
     )
     assert train(path, "num_batches=1") == 0
-    check_steps(read_records(tmp_path), [1], [0])
+    check_steps(read_records(tmp_path), [1], [1])  # two mini-batches
     assert (checkpoints / "actor/2").is_dir()
     assert train(path, "show_sample_every_n_steps=2") == 0
-    check_steps(read_records(tmp_path), [2], [0])
+    check_steps(read_records(tmp_path), [2], [1])
     assert steps_of_samples(tmp_path) == [1] * 8 + [2] * 8  # not computed
     assert capsys.readouterr().out.count("sample of step 2, reward ") == 1
     assert (checkpoints / "actor/4").is_dir()

@@ -14,6 +14,7 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from sgljax_engine import InvalidRequestError
 from tunix_sgljax import padding
+from tunix_sgljax.exactness.lora_effect import LoraEffect
 from tunix_sgljax.exactness.trainer_match import trainer_logps
 from tunix_sgljax.maxtext.known_faults import padding_fault
 from tunix_sgljax.model_config import coarser_dtype, compute_dtype, config_of
@@ -134,6 +135,8 @@ class MismatchReport:
         prompt_pad_rows: Rows whose prompt has the pad id after another token, ascending.
         padding: Set if a row is off and the padding in front of its prompt is why: the trainer's
             own log-probs change by more than the tolerance when it is taken away.
+        lora: What the rollout's dtype leaves of the trainer's LoRA pairs; see
+            `SglJaxRollout.lora_effect`.
 
     Shape:
         tokens, sampler, trainer, is_compared: [B, C].
@@ -150,6 +153,7 @@ class MismatchReport:
     pad_rows: tuple[int, ...]
     prompt_pad_rows: tuple[int, ...] = ()
     padding: PaddingEffect | None = None
+    lora: LoraEffect | None = None
 
     @property
     def difference(self) -> np.ndarray:
@@ -215,6 +219,7 @@ class MismatchReport:
             "pad_rows": list(self.pad_rows),
             "prompt_pad_rows": list(self.prompt_pad_rows),
             "padding": None if self.padding is None else self.padding._asdict(),
+            "lora": None if self.lora is None else self.lora._asdict(),
             "quantiles": list(QUANTILES),
             "overall": self.overall.to_dict(),
             "worst": self.worst._asdict(),
@@ -236,6 +241,12 @@ class MismatchReport:
             f"  worst token       row {worst.row}, position {worst.position}, id {worst.token_id}: "
             f"sampler {worst.sampler:.6f}, trainer {worst.trainer:.6f}",
         ]
+        if self.lora is not None:
+            mode, correlation, ratio = self.lora
+            lines.append(
+                f"  LoRA pairs        {mode}: the change of the weights has correlation "
+                f"{correlation:.3f} and norm ratio {ratio:.3f} with the exact one"
+            )
         if off:
             shown = [f"row {row} from position {at}" for row, at in list(off.items())[:8]]
             more = f", and {len(off) - 8} more" if len(off) > 8 else ""
@@ -324,6 +335,7 @@ def mismatch_report(
         temperature=config.temperature,
         pad_rows=_rows_with(pad_id, output.tokens),
         prompt_pad_rows=_rows_with(pad_id, padding.unpad_prompts(prompts_BP, pad_id)),
+        lora=rollout.lora_effect(nnx.state(trainer_model, nnx.Param)),
     )
     effect = _padding_effect(report, prompts_BP, pad_id, score)
     if effect is None:

@@ -168,6 +168,7 @@ class OverSamplingGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
                 return super()._generate_and_compute_advantage(training_input, mode)
         rollout = self._versioned_rollout
         config = self._cluster.get_rollout_config(mode=_TRAIN)
+        rollout.follow_trainer()
         self._announce_weights()
         numbers = training_input[ROW][:: self.algo_config.num_generations].tolist()
         self._source.ask(numbers, config)

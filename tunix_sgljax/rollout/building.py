@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from tunix.rl.rollout.base_rollout import RolloutConfig
@@ -17,18 +20,21 @@ from sgljax_engine import (
     InvalidConfigError,
     ModelConfig,
     ProgressListener,
+    WeightSyncError,
     flatten_named,
     load_model_config,
     preview_engine,
 )
 from tunix_sgljax import mappings
-from tunix_sgljax.lora import LoraMode, find_lora, is_lora_name
+from tunix_sgljax.lora import LoraActor, LoraChoice, LoraMode, find_lora, is_lora_name
 from tunix_sgljax.maxtext.fields import is_maxtext_config
 from tunix_sgljax.model_config import as_trained, config_of, engine_dtype, to_model_config
 from tunix_sgljax.policy_weights import PolicyWeights
 from tunix_sgljax.rollout_config import engine_options
 from tunix_sgljax.rollout_config.fields import lora_scaling as scaling_of
 from tunix_sgljax.rollout_config.fields import max_lora_rank
+
+logger = logging.getLogger(__name__)
 
 _MIN_CONTEXT_LENGTH = 32768
 """Context of a Tunix model whose config names none; rotary embeddings have no limit."""
@@ -59,7 +65,7 @@ class EngineBuilder:
         *,
         mesh: jax.sharding.Mesh | None,
         model_config: Any,
-        lora_mode: LoraMode,
+        lora_mode: LoraChoice,
         lora_scaling: float | None,
         explicit_options: Mapping[str, Any],
     ) -> None:
@@ -68,9 +74,10 @@ class EngineBuilder:
         self.explicit_options = dict(explicit_options)
         self._mesh = mesh
         self._given_model_config = model_config
-        self._lora_mode: LoraMode = lora_mode
+        self._lora_mode: LoraChoice = lora_mode
         self._lora_scaling = lora_scaling
         self._mapping: Any = None
+        self._merge_instead: Callable[[], None] | None = None  # with "auto"
 
     def plan(self, config: RolloutConfig, configs: Mapping[str, RolloutConfig]) -> None:
         """Plans the engine, and refuses now what building it would.
@@ -96,19 +103,71 @@ class EngineBuilder:
         asked_scaling = scaling_of(config)
         scaling = asked_scaling if self._lora_scaling is None else self._lora_scaling
         lora = find_lora(self.actor, scaling)
-        if lora is not None and self._lora_mode == "adapter":
-            lora.check_factors_alone()
         mapper = mappings.WeightMapper(mapping, self.model_config, lora, self._maxtext_config())
-        self.weights = PolicyWeights(mapper, lora, self._lora_mode)
-        slots = self.weights.adapter_config(
-            engine_config.lora, self.explicit_options, max_lora_rank(config)
+        plan = functools.partial(
+            self._plan_lora, engine_config, mapper, lora, max_lora_rank(config)
         )
+        self._merge_instead = None
+        if self._lora_mode != "auto":
+            plan(self._lora_mode)
+        elif lora is None or not self._rounds(engine_config, lora):
+            plan("merged")
+        else:
+            self._merge_instead = functools.partial(plan, "merged")
+            try:
+                if slots := engine_config.lora.max_loras:
+                    raise InvalidConfigError(f"max_loras={slots} asks for slots of other adapters")
+                plan("adapter")
+            except InvalidConfigError as error:
+                self._merge(error)
+
+    def _plan_lora(
+        self,
+        engine_config: engine_options.EngineConfig,
+        mapper: mappings.WeightMapper,
+        lora: LoraActor | None,
+        max_rank: int | None,
+        mode: LoraMode,
+    ) -> None:
+        if lora is not None and mode == "adapter":
+            lora.check_factors_alone()
+        self.weights = PolicyWeights(mapper, lora, mode)
+        slots = self.weights.adapter_config(engine_config.lora, self.explicit_options, max_rank)
         self.engine_config = dataclasses.replace(engine_config, lora=slots)
         # Sizes that do not share out the mesh, for example.
         preview_engine(self.model_config, mesh=self._mesh, config=self.engine_config)
 
+    def _rounds(self, engine_config: engine_options.EngineConfig, lora: LoraActor) -> bool:
+        """Whether the engine's weights are coarser than float32."""
+        runtime = engine_config.runtime
+        dtype = runtime.dtype or self._dtype_of(lora.stored_dtype)
+        return runtime.quantization is not None or jnp.finfo(dtype).bits < 32
+
+    def _merge(self, reason: Exception) -> None:
+        """Plans to merge the pairs that an adapter cannot hold."""
+        assert self._merge_instead is not None
+        logger.warning(
+            "lora='auto' merges the pairs into the engine's weights, whose rounding takes part of "
+            "small updates away (see MismatchReport.lora), since they cannot be kept apart: %s",
+            reason,
+        )
+        plan, self._merge_instead = self._merge_instead, None
+        plan()
+
+    def _dtype_of(self, stored: str) -> str:
+        return engine_dtype(self._maxtext_config() or config_of(self.actor), stored)
+
     def build(self, tokenizer: Any, progress: ProgressListener | None) -> Engine:
         """The planned engine, with the actor's weights of now."""
+        try:
+            return self._build(tokenizer, progress)
+        except WeightSyncError as error:
+            if self._merge_instead is None:
+                raise
+            self._merge(error)
+            return self._build(tokenizer, progress)
+
+    def _build(self, tokenizer: Any, progress: ProgressListener | None) -> Engine:
         params = nnx.state(self.actor, nnx.Param)
         self.weight_specs = {
             name: jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -119,8 +178,7 @@ class EngineBuilder:
         runtime = self.engine_config.runtime
         if runtime.dtype is None:
             stored = np.dtype(next(iter(first.weights.values())).dtype).name
-            dtype = engine_dtype(self._maxtext_config() or config_of(self.actor), stored)
-            runtime = dataclasses.replace(runtime, dtype=dtype)
+            runtime = dataclasses.replace(runtime, dtype=self._dtype_of(stored))
         self.dtype = str(runtime.dtype)
         return Engine(
             model_config=self.model_config,

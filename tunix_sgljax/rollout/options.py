@@ -46,7 +46,7 @@ def rollout_options(section: Mapping[str, Any]) -> dict[str, Any]:
         mode = sampling.check_logprobs_mode(ours.get("logprobs_mode", "trainer_logprobs"))
         sampling.check_match_batch_size(ours.get("match_batch_size"), mode)
         sampling.check_weight_update_mode(ours.get("weight_update_mode", "retract"))
-        check_lora_mode(ours.get("lora", "merged"))
+        check_lora_mode(ours.get("lora", "auto"))
         check_scaling("lora_scaling", ours.get("lora_scaling"))
         for name in ("release_kv_between_steps", "strict_config"):
             sampling.check_flag(name, ours.get(name, False))

@@ -26,14 +26,16 @@ from sgljax_engine import (
     flatten_named,
 )
 from tunix_sgljax import padding, sampling
+from tunix_sgljax.exactness.lora_effect import LoraEffect
 from tunix_sgljax.exactness.trainer_match import TrainerMatch
 from tunix_sgljax.idle_policy import IdlePolicy
 from tunix_sgljax.in_flight.outputs import OutputRecorder, PreparedOutputs, VersionedRolloutOutput
-from tunix_sgljax.lora import LoraMode, LoraReport, check_lora_mode, check_scaling, is_lora_name
+from tunix_sgljax.lora import LoraChoice, LoraReport, check_lora_mode, check_scaling, is_lora_name
 from tunix_sgljax.observability.observers import RolloutObservers
 from tunix_sgljax.observability.progress import Progress
 from tunix_sgljax.policy_weights import PolicyWeights
 from tunix_sgljax.rollout.building import EngineBuilder
+from tunix_sgljax.rollout.following import TrainerFollower, is_in_learner
 from tunix_sgljax.rollout.generating import (
     SamplingReader,
     scored_sequences,
@@ -85,7 +87,7 @@ class SglJaxRollout(BaseRollout):
         match_batch_size: int | None = None,
         weight_update_mode: sampling.WeightUpdateMode = "retract",
         release_kv_between_steps: bool = False,
-        lora: LoraMode = "merged",
+        lora: LoraChoice = "auto",
         lora_scaling: float | None = None,
         strict_config: bool = False,
         progress: Progress | None = None,
@@ -124,8 +126,10 @@ class SglJaxRollout(BaseRollout):
             lora: How to apply the pairs of a LoRA actor. "merged" adds them to the frozen base at
                 each sync, so that sampling costs the same as without LoRA. "adapter" keeps them
                 apart: a sync moves only the pairs, and the base (for the reference's log-probs, for
-                example) and other adapters can serve too; decoding takes a little longer. Ignored
-                for an actor without LoRA parameters.
+                example) and other adapters can serve too; decoding takes a little longer. "auto" is
+                "adapter" where the engine's weights are coarser than float32, in which merging
+                rounds small updates away, and "merged" otherwise; also, with a warning, where the
+                pairs cannot be kept apart. Ignored for an actor without LoRA parameters.
             lora_scaling: alpha / rank of all pairs. None takes
                 `RolloutConfig.rollout_sglang_jax_lora_scaling`, else each pair's value from the
                 actor's qwix provider.
@@ -176,6 +180,7 @@ class SglJaxRollout(BaseRollout):
         )
         self._recorder = OutputRecorder()
         self._prepared = PreparedOutputs()
+        self._follower = TrainerFollower()
         self._observers = RolloutObservers(progress)
         self._lock = threading.Lock()
         self._engine: Engine | None = None
@@ -201,6 +206,7 @@ class SglJaxRollout(BaseRollout):
         """
         cluster = find_cluster()
         self._observers.expect_trainer(cluster is not None)
+        self._follower.bind(cluster)
         self._batch_advice = micro_batch_advice(cluster)
         self._joins_calls = joins_calls(cluster)
         self._bind(rollout_config, configs_by_mode(cluster, rollout_config))
@@ -241,6 +247,7 @@ class SglJaxRollout(BaseRollout):
                 )
                 # From now on weights come through update_params; do not keep the actor alive.
                 self._builder.actor = None
+                self._follower.note_served()
                 self._observers.built(self._engine)
             return self._engine
 
@@ -354,6 +361,8 @@ class SglJaxRollout(BaseRollout):
         if not texts:
             raise InvalidRequestError("prompts is empty; it needs at least one prompt")
         is_joined = self._joins_calls and len(texts) > 1
+        if is_in_learner():
+            self.follow_trainer()
         params = self._row_params(rollout_config, len(texts))
         if self._temperature is None:
             self._temperature = rollout_config.temperature
@@ -624,7 +633,20 @@ class SglJaxRollout(BaseRollout):
         else:
             with self._match.update(params) as versions:
                 versions.append(self._policy.update(engine, params, mode))
+        self._follower.note_served()
         self._idle_policy.updated(engine)
+
+    def follow_trainer(self) -> None:
+        """Updates the weights if the cluster's trainer has made a step since they were its own.
+
+        `generate` calls it where Tunix's GRPO and PPO learners sample, which sync once a global
+        step: with `mini_batch_size` below the batch their optimizer steps more often. Not while the
+        trainer works.
+        """
+        self.engine  # noqa: B018  if it is built only now, it has the newest
+        newer = self._follower.newer_params()
+        if newer is not None:
+            self.update_params(*newer)
 
     def find_differing_weights(self, params: Any) -> list[str]:
         """Names of engine weights whose bits differ from the mapped trainer weights; see `Engine`.
@@ -636,6 +658,20 @@ class SglJaxRollout(BaseRollout):
             WeightSyncError: names each missing, extra or mis-shaped parameter.
         """
         return self._policy.differing(self.engine, params)
+
+    def lora_effect(self, params: Any) -> LoraEffect | None:
+        """How much of a LoRA actor's pairs is left in the weights that `generate` samples with.
+
+        None without pairs, as long as they change nothing, and for a quantised engine that merges.
+
+        Args:
+            params: All of the actor's parameters.
+        """
+        self.engine  # noqa: B018  only now it is certain how the pairs are applied
+        is_quantized = self._builder.engine_config.runtime.quantization is not None
+        if is_quantized and self.adapter is None:
+            return None
+        return self._policy.lora_effect(params, self._builder.dtype)
 
     def serve(self, **options: Any) -> Server:
         """Serves the policy over HTTP while it is trained; see `Engine.serve`.

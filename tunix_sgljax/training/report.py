@@ -48,7 +48,8 @@ class StepRecord(NamedTuple):
         rollout_s: Seconds in `generate`.
         num_tokens: Tokens generated in that time.
         step_s: Seconds of the whole step, rollout and training.
-        weight_version: Version of the weights that sampled, if the engine counts them.
+        weight_version: Version of the weights that sampled, if the engine counts them; those of
+            the step's last mini-batch.
         over_sampling: Groups that were left, ages of tokens and seconds of the tail, by the names
             of their metrics; None without over-sampling.
     """

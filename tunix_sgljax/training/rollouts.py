@@ -50,12 +50,13 @@ class TimedRollout(RolloutWrapper):
         self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any
     ) -> RolloutOutput:
         """Generates with the inner worker and reports how long it took."""
-        version = self.inner.weight_version if isinstance(self.inner, SglJaxRollout) else None
         start = time.perf_counter()
         output = self.inner.generate(prompts, rollout_config, **kwargs)
         seconds = time.perf_counter() - start
         end = set(rollout_config.eos_tokens or [self.eos_id()])
         num_tokens = sum(len(ids) - (len(ids) > 0 and int(ids[-1]) in end) for ids in output.tokens)
+        # Behind it: the rollout may take newer weights first.
+        version = self.inner.weight_version if isinstance(self.inner, SglJaxRollout) else None
         self._on_generate(seconds, num_tokens, version)
         return output
 

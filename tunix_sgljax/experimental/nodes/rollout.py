@@ -89,7 +89,7 @@ def make_worker(args: argparse.Namespace) -> SglJaxRolloutWorker:
         tokenizer=tokenizer,
         mesh=mesh,
         rollout_config=config,
-        **_engine_options(args.engine_options),
+        **{"lora": "merged", **_engine_options(args.engine_options)},  # the sampler stages weights
     )
     return SglJaxRolloutWorker(
         args.worker_id,
