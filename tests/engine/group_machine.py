@@ -1,9 +1,9 @@
 """The state machine of interruptions over a group: `group_machine NUM_EXAMPLES NUM_STEPS [SEED]`.
 
-Needs two host devices. With a seed, threads yield at random at each lock. Beside what the machine of a single engine does, there are adapters and
-refused swaps, stop strings, ids that are used again, and callers who are interrupted: by a
-KeyboardInterrupt at a place of the call, or by a real signal at some moment. Prints how many steps
-were taken.
+Needs two host devices. With a seed, threads yield at random at each lock. Beside what the machine
+of a single engine does, there are adapters and refused swaps, stop strings, ids that are used
+again, and callers who are interrupted: by a KeyboardInterrupt at a place of the call, or by a real
+signal at some moment. Prints how many steps were taken.
 """
 
 from __future__ import annotations
