@@ -31,5 +31,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         f"Commit {commit or 'unknown'}, {datetime.date.today()}, {platform.machine()}, "
         f"Python {platform.python_version()}, JAX {metadata.version('jax')}.",
         *failed,
+        *(
+            f"{name}: {value}"
+            for report in reporter.stats.get("passed", ())
+            for name, value in report.user_properties
+        ),
     ]
     RECORD.write_text("\n".join(lines) + "\n")

@@ -119,6 +119,7 @@ def make_cluster(
     *,
     num_steps: int,
     rollout: Any = SnapshotRollout,
+    engine: Any = None,
     in_consumer: bool = True,
     eos: int = EOS,
     training: dict[str, Any] | None = None,
@@ -129,6 +130,7 @@ def make_cluster(
     Args:
         num_steps: The learner stops after so many.
         rollout: The class of the rollout.
+        engine: Tunix's name of another rollout.
         in_consumer: Whether train examples are made on the training thread.
         eos: The end token.
         training: More fields of the RLTrainingConfig.
@@ -143,7 +145,7 @@ def make_cluster(
         "compute_logps_micro_batch_size": PER_STEP if in_consumer else 1,
     }
     parts = make_parts(
-        rollout_engine=functools.partial(rollout, **{**SMALL, **options}),
+        rollout_engine=engine or functools.partial(rollout, **{**SMALL, **options}),
         rollout_config=rollout_config(
             max_tokens_to_generate=RESPONSE, return_logprobs=True, kv_cache_size=128
         ),

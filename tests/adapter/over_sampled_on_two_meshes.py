@@ -40,7 +40,7 @@ def main(num_steps: int, seed: int, unfinished: Any) -> None:
     trainer, sampler = (
         Mesh(np.array([device]).reshape(1, 1), ("fsdp", "tp")) for device in jax.devices()
     )
-    yield_at_locks(seed)
+    num_yields = yield_at_locks(seed)
     run = Run(
         OverSampling(factor=2.0, max_age=2, unfinished=unfinished),
         role_to_mesh={Role.ACTOR: trainer, Role.REFERENCE: trainer, Role.ROLLOUT: sampler},
@@ -63,6 +63,7 @@ def main(num_steps: int, seed: int, unfinished: Any) -> None:
         assert run.cluster.global_steps == num_steps
     assert len(set(run.rewarded)) == len(run.rewarded) == run.cluster.global_steps * SIZE
     check_ages(run, max_age=2)
+    assert num_yields() > 100 * num_steps
 
 
 if __name__ == "__main__":

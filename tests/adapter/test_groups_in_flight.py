@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import pytest
 
 from sgljax_engine import InvalidRequestError, SamplingParams
 from tests.adapter.helpers import new_rollout, params_of, rollout_config, text_of
-from tests.threads import LIMIT_S, start
+from tests.threads import LIMIT_S, gate_steps, running, start, take_steps, wait_for
 from tunix_sgljax import OverSampling, SglJaxRollout
 from tunix_sgljax.long_tail.columns import Columns, join_rows, repeated
 from tunix_sgljax.long_tail.feed import Row
@@ -97,7 +98,7 @@ def test_nothing_is_lost_or_taken_twice_and_ages_are_bounded(model, rollout, max
     config = OverSampling(factor=factor, max_age=max_age)
     groups = make_groups(rollout, config)
     others: list[Future[Any]] = []
-    taken_rows, mixed, num_asked = [], 0, 0
+    taken_rows, num_asked = [], 0
     for _ in range(NUM_STEPS):
         while len(groups) < config.num_asked(num_groups):
             groups.ask(make_row(num_asked), CONFIG)
@@ -114,13 +115,11 @@ def test_nothing_is_lost_or_taken_twice_and_ages_are_bounded(model, rollout, max
             assert 1 <= len(tokens) == len(logprobs) == len(versions) <= 24
             assert (np.diff(versions) >= 0).all()
             assert rollout.weight_version - versions[0] <= max_age
-            mixed += versions[0] != versions[-1]
         taken_rows += merged["row"][::NUM_SAMPLES].tolist()
         rollout.engine.check_integrity()
         meddle(rollout, groups, others, rng)
         update(rollout, model)
     assert len(set(taken_rows)) == len(taken_rows) == NUM_STEPS * num_groups
-    assert mixed or factor < 2  # the others may all have ended when the step does
     assert len(groups) == num_asked - len(taken_rows)
     groups.close()
     for call in others:
@@ -129,6 +128,27 @@ def test_nothing_is_lost_or_taken_twice_and_ages_are_bounded(model, rollout, max
     assert (state.running_batch_size, state.waiting_queue_size) == (0, 0)
     assert state.pause_mode is None
     rollout.engine.check_integrity()
+
+
+def test_a_group_that_goes_on_has_tokens_of_both_weights(model, rollout):
+    """The engine takes one step, in which a group of short answers ends and a longer one starts."""
+    engine = gate_steps(rollout.engine)
+    groups = make_groups(rollout, OverSampling(factor=2.0))
+    endless = dataclasses.replace(CONFIG, eos_tokens=[])
+    groups.ask(make_row(0), dataclasses.replace(endless, max_tokens_to_generate=1))
+    groups.ask(make_row(1), endless)
+    with ThreadPoolExecutor(1) as thread:
+        taken = thread.submit(groups.take, 1)
+        wait_for(lambda: engine.get_internal_state().waiting_queue_size == 2 * NUM_SAMPLES)
+        take_steps(engine)
+        assert [group.row.number for group in taken.result(LIMIT_S)] == [0]
+    update(rollout, model)
+    with running():
+        (group,) = groups.take(1)
+    for output in group.future.result().outputs:
+        assert len(output.token_weight_versions) == 24
+        assert set(output.token_weight_versions) == {0, 1}
+    groups.close()
 
 
 def test_waiting_ends_when_another_thread_closes(rollout):

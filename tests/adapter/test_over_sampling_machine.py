@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
+from tests.devices import run_python
 from tests.threads import LIMIT_S, start, wait_for
 from tunix_sgljax import OverSampling
 from tunix_sgljax.long_tail.asking import GroupSource
@@ -308,3 +309,12 @@ TestOverSamplingMachine.settings = hypothesis.settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
+
+
+@pytest.mark.soak
+def test_twenty_thousand_steps(record_property):
+    """Under random yields at each lock; tests/soak.txt says how many of what."""
+    run = run_python(
+        "-m", "tests.adapter.over_sampling_steps", 20_000, 1, num_devices=1, limit_s=6 * LIMIT_S
+    )
+    record_property("over-sampling", run.stdout.strip())

@@ -3,7 +3,8 @@
 What a key or value depends on is the weights and the tokens up to its position, so that is what
 the slots keep. Whoever reads a slot that holds anything else gets an AssertionError: a page shared
 with the wrong request, rewritten by another one, copied too late or left over from older weights.
-Window pages likewise, of which a query reads its window.
+Window pages likewise, of which a query reads its window, and recurrent states, which hold all
+tokens that they took in.
 """
 
 from __future__ import annotations
@@ -11,8 +12,17 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from sgljax_engine.cache.states import StateSlots
 from sgljax_engine.cache.window import NUM_NULL, WindowPages
-from sgljax_engine.types import Request, RowOutput, SchedulerOutput, StepOutput, StepTimes
+from sgljax_engine.types import (
+    PageCopy,
+    Request,
+    RowOutput,
+    SchedulerOutput,
+    StateCopy,
+    StepOutput,
+    StepTimes,
+)
 
 GARBAGE = object()
 
@@ -31,6 +41,7 @@ class FakeDevice:
         page_size: int,
         rng: random.Random,
         windows: WindowPages | None = None,
+        states: StateSlots | None = None,
     ) -> None:
         self.version = 0
         self.num_prefilled = 0
@@ -40,19 +51,25 @@ class FakeDevice:
         self._map = windows
         count = 0 if windows is None else windows.sizes.num_pages + NUM_NULL
         self._windows: list[list[object]] = [[GARBAGE] * page_size for _ in range(count)]
+        num_slots = 0 if states is None else states.num_slots
+        self._states: list[object] = [GARBAGE] * num_slots
 
     def run(self, output: SchedulerOutput, stop_chance: float = 0.0) -> StepOutput:
         """Prefills, copies and decodes; each row takes up to its limit, perhaps stops early."""
+        early, late = ([], []) if output.states is None else output.states
+        self._copy_pages(output.early_copies)
+        self._copy_states(early)
         for chunk in output.prefill:  # one dispatch: all chunks write before any reads
-            self._write(chunk.request, chunk.pages, chunk.start, chunk.start + chunk.num_tokens)
+            end = chunk.start + chunk.num_tokens
+            first = max(chunk.start, chunk.num_shared)
+            self._write(chunk.request, chunk.pages, first, end)
+            self._move_state(chunk.request, chunk.start, chunk.request.tokens(0, end))
             self.num_prefilled += chunk.num_tokens
         for chunk in output.prefill:
             end = chunk.start + chunk.num_tokens
             self._read(chunk.request, chunk.pages, end, first_query=chunk.start)
-        sources = [[list(slots) for slots in self._both(copy.source)] for copy in output.copies]
-        for copy, contents in zip(output.copies, sources, strict=True):
-            for slots, new in zip(self._both(copy.target), contents, strict=True):
-                slots[:] = new
+        self._copy_pages(output.copies)
+        self._copy_states(late)
         for request in output.decode:
             self._read(request, request.pages, request.kv_len)
         rows = [
@@ -70,11 +87,18 @@ class FakeDevice:
     def spoil(self, output: SchedulerOutput) -> None:
         """Fails half-way: what the dispatch was to write is anything now."""
         for chunk in output.prefill:
-            for at in range(chunk.start, chunk.start + chunk.num_tokens):
+            first = max(chunk.start, chunk.num_shared)
+            for at in range(first, chunk.start + chunk.num_tokens):
                 self._put(chunk.pages, at, GARBAGE)
-        for copy in output.copies:
+        for copy in (*output.early_copies, *output.copies):
             for slots in self._both(copy.target):
                 slots[:] = [GARBAGE] * self._page_size
+        for states in output.states or ():
+            for copy in states:
+                self._states[copy.target] = GARBAGE
+        for request in output.touched:
+            if self._states:
+                self._states[request.state_slot] = GARBAGE
         for request, limit in zip(output.decode, output.step_limits, strict=True):
             for at in range(request.kv_len, request.kv_len + min(limit, output.num_steps)):
                 self._put(request.pages, at, GARBAGE)
@@ -83,6 +107,30 @@ class FakeDevice:
         """The pages were donated to a program that failed."""
         for slots in (*self._pages, *self._windows):
             slots[:] = [GARBAGE] * self._page_size
+        self._states = [GARBAGE] * len(self._states)
+
+    def _copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        sources = [[list(slots) for slots in self._both(copy.source)] for copy in copies]
+        for copy, contents in zip(copies, sources, strict=True):
+            for slots, new in zip(self._both(copy.target), contents, strict=True):
+                slots[:] = new
+
+    def _copy_states(self, copies: Sequence[StateCopy]) -> None:
+        targets = [copy.target for copy in copies]
+        assert len(set(targets)) == len(targets)
+        assert not {copy.source for copy in copies} & set(targets)
+        for copy in copies:
+            self._states[copy.target] = self._states[copy.source]
+
+    def _move_state(self, request: Request, start: int, tokens: Sequence[int]) -> None:
+        """The request's state after `start` tokens becomes that after all of `tokens`."""
+        if not self._states:
+            return
+        if start:  # else it begins from zeros
+            assert self._states[request.state_slot] == self._content(list(tokens[:start])), (
+                f"request {request.rid} goes on from another's state at position {start}"
+            )
+        self._states[request.state_slot] = self._content(list(tokens))
 
     def _decode(self, request: Request, count: int, stop_chance: float) -> RowOutput:
         stopped = self._rng.random() < stop_chance
@@ -94,6 +142,7 @@ class FakeDevice:
         written = [*request.tokens(0, start + 1), *tokens]
         for at in range(start, start + count):
             self._put(request.pages, at, self._content(written[: at + 1]))
+        self._move_state(request, start, written[: start + count])
         zeros = [0.0] * count
         return RowOutput(tokens, zeros, zeros, zeros, stopped)
 

@@ -1,9 +1,9 @@
-"""The state machine of interruptions over a group: `group_machine NUM_EXAMPLES NUM_STEPS`.
+"""The state machine of interruptions over a group: `group_machine NUM_EXAMPLES NUM_STEPS [SEED]`.
 
-Needs two host devices. Beside what the machine of a single engine does, there are adapters and
-refused swaps, stop strings, ids that are used again, and callers who are interrupted: by a
-KeyboardInterrupt at a place of the call, or by a real signal at some moment. Prints how many steps
-were taken.
+Needs two host devices. With a seed, threads yield at random at each lock. Beside what the machine
+of a single engine does, there are adapters and refused swaps, stop strings, ids that are used
+again, and callers who are interrupted: by a KeyboardInterrupt at a place of the call, or by a real
+signal at some moment. Prints how many steps were taken.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from tests.engine.small_tokenizers import CharTokenizer
 from tests.geometry import CHUNKED, other
 from tests.interrupted import Interrupt, real_interrupts
 from tests.threads import LIMIT_S
+from tests.yields import yield_at_locks
 
 ADAPTERS = ("a", "b")
 """Only one is loaded at a time, so that the other is refused."""
@@ -284,8 +285,10 @@ class GroupMachine(single.InterruptMachine):
             assert state.adapters == (() if self.loaded is None else (self.loaded,))
 
 
-def main(num_examples: int, num_steps: int) -> bool:
+def main(num_examples: int, num_steps: int, seed: int | None = None) -> bool:
     """Takes so many examples, each of at most so many steps; whether all went well."""
+    if seed is not None:
+        yield_at_locks(seed)
     interrupt_model.ADAPTERS.update({name: make_adapter(seed) for seed, name in enumerate("ab")})
     test = single.machine(num_examples, GroupMachine, num_steps)
     suite = unittest.defaultTestLoader.loadTestsFromTestCase(test)

@@ -31,9 +31,10 @@ def test_refusals_interrupts_and_faults():
 
 
 @pytest.mark.soak
-def test_interrupt_machine():
+@pytest.mark.parametrize("arguments", [(60, 40), (30, 40, 1)], ids=["plain", "yields"])
+def test_interrupt_machine(arguments):
     """As for one engine, with adapters, stop strings and interrupted callers too."""
-    run("tests.engine.group_machine", 60, 40)
+    run("tests.engine.group_machine", *arguments)
 
 
 def run(module: str, *arguments: object) -> None:

@@ -91,6 +91,25 @@ class TestGroups:
         assert {output.num_cached_tokens > 20 for output in together[1:]} == {True}
 
 
+class TestLaterPrompts:
+    """Nobody waits with them."""
+
+    @pytest.mark.parametrize("length", [17, 33, 50])
+    def test_a_prompt_that_comes_again(self, engine, plain, length):
+        (prompt,) = random_prompts(1, length, length, seed=length)
+        found = [generate(engine, [prompt])[0] for _ in range(3)]
+        assert ids(found) == ids(generate(plain, [prompt])) * 3
+        assert [output.num_cached_tokens for output in found] == [0, length - 1, length - 1]
+
+    def test_prompts_that_share_their_beginning(self, engine, plain):
+        """The second leaves the pages of the first, and a state is kept there."""
+        start, *ends = random_prompts(5, 48, 48, seed=6)
+        prompts = [start + end[: 5 + i] for i, end in enumerate(ends)]
+        found = [generate(engine, [prompt])[0] for prompt in prompts]
+        assert ids(found) == ids(generate(plain, prompts))
+        assert [output.num_cached_tokens for output in found] == [0, 0, 48, 48]
+
+
 class TestTurns:
     def test_an_episode_goes_on_from_its_own_state(self, engine, plain):
         (tokens,) = random_prompts(1, 30, 30, seed=1)
@@ -110,7 +129,8 @@ class TestTurns:
         longer = tokens + first.output_ids + [7]
         found = [generate(engine, [longer])[0] for _ in range(3)]
         assert ids(found) == ids(generate(plain, [longer])) * 3
-        assert all(output.num_cached_tokens == 26 + 10 - 1 for output in found)
+        # Then there is also a state behind the prompt itself.
+        assert [output.num_cached_tokens for output in found] == [26 + 10 - 1, 36, 36]
 
     def test_a_prefix_is_not_used_beyond_a_kept_state(self, engine, plain):
         """Keys of a prompt's first half are there, and no state behind them."""
@@ -148,7 +168,7 @@ class TestWhatEndsThem:
         calls = start_all(engine, prompts, params)
         before = prefilled(engine)
         engine.pause_generation("retract")
-        assert engine.get_internal_state().kept_states == 3
+        assert engine.get_internal_state().kept_states == 3 + 3  # behind their prompts too
         engine.continue_generation()
         with running():
             outputs = [call.result(600) for call in calls]
@@ -167,7 +187,7 @@ class TestWhatEndsThem:
 
     def test_flush_frees_every_slot(self, engine):
         generate(engine, random_prompts(5, 10, 30))
-        assert engine.get_internal_state().kept_states == 5
+        assert engine.get_internal_state().kept_states >= 5
         assert engine.flush_cache().success
         state = engine.get_internal_state()
         assert (state.kept_states, state.free_state_slots) == (0, state.memory.state_slots)
@@ -256,10 +276,47 @@ class TestSlots:
         assert slots.take_copies() == ([], [])
         slots.check_integrity([b])
 
+    def test_a_state_that_one_request_replaced_goes_first(self):
+        slots, (a, b, c) = StateSlots(4), make_requests(4, 4, 4)
+        for request, page in ((a, 10), (b, 11)):
+            slots.start(request, None, is_late=False)
+            slots.release(request, page)
+        slots.start(a, 11, is_late=False)  # the next turn
+        slots.settle()
+        slots.release(a, 12)
+        slots.start(b, None, is_late=False)
+        slots.start(c, None, is_late=False)
+        assert [slots.is_kept(page, also_fresh=True) for page in (10, 11, 12)] == [
+            True,
+            False,
+            True,
+        ]
+        slots.check_integrity([b, c])
+
+    def test_states_on_trial_are_few_while_slots_are_short(self):
+        slots, (a, b) = StateSlots(5), make_requests(4, 4)
+        slots.start(a, None, is_late=False)
+        slots.start(b, None, is_late=False)
+        for page in (10, 11, 12):  # slots are free
+            slots.keep(a, page, on_trial=True)
+            slots.settle()
+        slots.keep(a, 13, on_trial=True)
+        assert slots.is_kept(13, also_fresh=True)
+        assert not slots.is_kept(10, also_fresh=True)
+        slots.settle()
+        slots.release(a, 14)
+        slots.start(a, 13, is_late=False)  # takes the slot of 11; 13 is proven
+        slots.settle()
+        slots.keep(a, 15, on_trial=True)  # takes that of 12, not of 14
+        assert [slots.is_kept(page, also_fresh=True) for page in range(10, 16)] == [
+            False, False, False, True, True, True,
+        ]  # fmt: skip
+        slots.check_integrity([a, b])
+
     def test_a_fresh_state_is_read_where_it_is_computed(self):
         slots, (a, b) = StateSlots(3), make_requests(4, 4)
         slots.start(a, None, is_late=False)
-        slots.keep(a, 10)
+        slots.keep(a, 10, on_trial=False)
         assert slots.is_kept(10, also_fresh=True)
         assert not slots.is_kept(10, also_fresh=False)
         slots.start(b, 10, is_late=True)

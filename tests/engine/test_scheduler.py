@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.pool import PagePool
+from sgljax_engine.cache.states import StateSlots
 from sgljax_engine.cache.window import WindowPages, WindowSizes
 from sgljax_engine.config import SCHEDULE_POLICIES, SchedulerConfig
 from sgljax_engine.errors import EngineError
@@ -49,10 +50,12 @@ def make_scheduler(
     page_size=PAGE,
     is_sharing=True,
     windows=None,
+    states=None,
     **config,
 ):
-    allocator = PageAllocator(num_pages, None if windows is None else windows.forget)
-    pool = PagePool(allocator, page_size, is_sharing=is_sharing, windows=windows)
+    beside = windows or states
+    allocator = PageAllocator(num_pages, None if beside is None else beside.forget)
+    pool = PagePool(allocator, page_size, is_sharing=is_sharing, windows=windows, states=states)
     scheduler = Scheduler(
         SchedulerConfig(max_running_requests=max_running, decode_steps=steps, **config),
         pool,
@@ -129,6 +132,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stream_interval=st.integers(1, 8),
         window=st.sampled_from([None, 1, 2, 5, 11]),
         spare=st.integers(0, 8),
+        num_slots=st.sampled_from([0, 0, 1, 2, 5, 12]),
         policy=st.sampled_from(SCHEDULE_POLICIES),
         seed=st.integers(0, 2**16),
     )
@@ -144,6 +148,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stream_interval,
         window,
         spare,
+        num_slots,
         policy,
         seed,
     ):
@@ -155,6 +160,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for_prefill = -(-self.budget // page_size)
             sizes = WindowSizes(per_request + for_prefill + spare, window, per_request, for_prefill)
             windows = WindowPages(num_pages, sizes, page_size)
+        states = StateSlots(num_slots) if num_slots and windows is None else None
         self.scheduler, self.pool = make_scheduler(
             num_pages,
             max_running,
@@ -163,12 +169,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             page_size=page_size,
             is_sharing=is_sharing,
             windows=windows,
+            states=states,
             stream_interval=stream_interval,
             init_new_token_ratio=ratio,
             min_new_token_ratio=0.0,
             schedule_policy=policy,
         )
-        self.device = FakeDevice(num_pages, page_size, random.Random(seed), windows)
+        self.device = FakeDevice(num_pages, page_size, random.Random(seed), windows, states)
         self.added: dict[str, Request] = {}
         self.finished: list[str] = []
 
@@ -197,6 +204,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def add(self, family, num_prompt, max_new, count, is_streaming):
         self.add_prompt([family] * num_prompt, max_new, count, is_streaming)
+
+    @rule(num_shared=st.integers(1, 30), more=st.integers(1, 12))
+    def add_branch(self, num_shared, more):
+        self.add_prompt([0] * num_shared + [3] * more, 2, 1)
+
+    @rule(short=st.integers(0, 3), max_new=st.integers(1, 3))
+    def add_one_for_all_pages(self, short, max_new):
+        self.add_prompt([0] * (self.num_pages * self.page_size - short), max_new, 1)
 
     @precondition(lambda self: self.finished)
     @rule(data=st.data(), more=st.integers(0, 5), max_new=st.integers(1, 12))
@@ -281,6 +296,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.check_integrity()
         if self.pool.windows is not None:
             assert (self.pool.windows.num_held, self.pool.windows.num_idle) == (0, 0)
+        if self.pool.states is not None:
+            assert (self.pool.states.num_kept, self.pool.states.used) == (0, [])
         for request in self.added.values():
             if request.finish == FinishReason("length"):
                 assert len(request.output_ids) == request.params.max_new_tokens
@@ -304,6 +321,7 @@ def test_a_tail_without_its_window_page_is_no_prefix():
         stream_interval=1,
         window=1,
         spare=0,
+        num_slots=0,
         policy="longest_first",
         seed=0,
     )

@@ -11,7 +11,7 @@ from tunix.experimental.common.datatypes import (  # pyright: ignore[reportMissi
     WorkerInfo,
 )
 
-from sgljax_engine import EngineStateError, InvalidRequestError, flatten_named
+from sgljax_engine import EngineStateError, HomeProcess, InvalidRequestError, flatten_named
 from tunix_sgljax.experimental.layout import (
     TensorMetadata,
     TransferResult,
@@ -31,6 +31,7 @@ class InProcessTransport(WeightSyncHandler):
 
     def __init__(self) -> None:
         """Starts without registered units."""
+        self._home = HomeProcess("transport")
         self._lock = threading.Lock()
         self._units: set[WorkUnitId] = set()
         self._offered: dict[WorkUnitId, Any] = {}
@@ -98,7 +99,9 @@ class InProcessTransport(WeightSyncHandler):
             self._arrived.pop(unit, None)
 
     def close(self) -> None:
-        """Drops everything."""
+        """Drops everything; nothing in a forked child."""
+        if not self._home.is_here:
+            return
         with self._lock:
             self._units.clear()
             self._offered.clear()

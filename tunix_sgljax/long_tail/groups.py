@@ -120,6 +120,7 @@ class GroupsInFlight:
         self._num_samples = num_samples
         self._columns_of = columns_of
         self._rollout = rollout
+        self._home = HomeProcess("groups in flight")
         self._loop = SamplingLoop()
         self._groups: list[Group] = []
         self._aborted: list[Group] = []
@@ -189,7 +190,12 @@ class GroupsInFlight:
         return self._pause.running(lambda: bool(self._pending()))
 
     def close(self) -> None:
-        """Ends all groups, and lets the engine run again. `ask` and `take` fail from now on."""
+        """Ends all groups, and lets the engine run again. `ask` and `take` fail from now on.
+
+        Does nothing in a forked child.
+        """
+        if not self._home.is_here:
+            return
         with self._lock:
             self._is_closed = True
             groups, self._groups = self._groups, []

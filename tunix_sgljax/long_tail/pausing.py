@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-from sgljax_engine import EngineShutdownError
+from sgljax_engine import EngineShutdownError, HomeProcess
 from tunix_sgljax.rollout import SglJaxRollout
 
 
@@ -20,6 +20,7 @@ class TrainerPause:
     def __init__(self, rollout: SglJaxRollout) -> None:
         """The engine runs, and nobody needs it."""
         self._rollout = rollout
+        self._home = HomeProcess("pause")
         self._lock = threading.Lock()  # held while the engine is told, so that orders do not cross
         self._num_users = 0
         self._is_paused = False
@@ -38,13 +39,19 @@ class TrainerPause:
         try:
             yield
         finally:
-            with self._lock:
-                self._num_users -= 1
-                if not self._num_users and has_work():
-                    self._pause()
+            if self._home.is_here:  # a reward function may fork, and its child end by an exception
+                self._leave(has_work)
+
+    def _leave(self, has_work: Callable[[], bool]) -> None:
+        with self._lock:
+            self._num_users -= 1
+            if not self._num_users and has_work():
+                self._pause()
 
     def end(self) -> None:
-        """Lets the engine run from now on, if it has not been shut down."""
+        """Lets the engine run from now on, if it lives in this process and was not shut down."""
+        if not self._home.is_here:
+            return
         with self._lock, contextlib.suppress(EngineShutdownError):
             self._go_on()
 

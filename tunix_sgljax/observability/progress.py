@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from sgljax_engine import Engine, EngineProgress
+from sgljax_engine import Engine, EngineProgress, HomeProcess
 
 REDRAW_S = 0.2
 """Seconds between two polls of a generating engine."""
@@ -47,6 +47,7 @@ class Progress:
             enabled: False draws nothing. None draws if stderr is a terminal or this is a notebook.
         """
         self._is_enabled = is_interactive() if enabled is None else enabled
+        self._home = HomeProcess("progress")
         self._lock = threading.Lock()
         self._bars: dict[str, tqdm[Any]] = {}
         self._rollouts: dict[int, _RolloutBar] = {}
@@ -113,7 +114,12 @@ class Progress:
     # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """Closes the remaining bars, except those of running rollouts. Idempotent."""
+        """Closes the remaining bars, except those of running rollouts. Idempotent.
+
+        Does nothing in a forked child, whose parent goes on drawing.
+        """
+        if not self._home.is_here:
+            return
         with self._lock:
             bars, self._bars = self._bars, {}
             for bar in bars.values():

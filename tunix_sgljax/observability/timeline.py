@@ -21,7 +21,7 @@ from typing import Any
 from tunix.perf.metrics import PerfMetricsConfig
 from tunix.rl import rl_cluster as tunix_cluster
 
-from sgljax_engine import Engine, InvalidConfigError, Recording
+from sgljax_engine import Engine, HomeProcess, InvalidConfigError, Recording
 from tunix_sgljax.in_flight.wrapping import require_sgljax_rollout
 from tunix_sgljax.observability.observers import HostSpan, RolloutObservers
 from tunix_sgljax.observability.perfetto_file import Counter, Slice, Track, write_trace
@@ -53,6 +53,7 @@ class Timeline:
             max_events: Maximum number of events; older ones are dropped.
         """
         self._max_events = max_events
+        self._home = HomeProcess("timeline")
         self._lock = threading.Lock()
         self._spans: deque[HostSpan] = deque(maxlen=max_events)
         self._tunix_timelines: Mapping[str, Any] = MappingProxyType({})
@@ -99,7 +100,9 @@ class Timeline:
                 self._begin_engine(observers.engine)
 
     def stop(self) -> None:
-        """Ends the recording. Idempotent."""
+        """Ends the recording. Idempotent; does nothing in a forked child."""
+        if not self._home.is_here:
+            return
         with self._lock:
             observers, self._observers = self._observers, None
             if observers is not None:

@@ -127,7 +127,10 @@ class PagePool:
         return handle.shortened(self.windows.usable(pages))
 
     def without_tail(self, request: Request, handle: PrefixHandle) -> PrefixHandle:
-        """The part of a request's prefix from which it can continue without a copy of its tail."""
+        """The part of a request's prefix from which it continues without a page beside its own.
+
+        Such are a tail, which it would copy, and one whose state it would copy.
+        """
         if self.states is not None:
             return self._with_state(request, handle, with_tail=False)
         handle = handle._replace(tail=None)
@@ -136,16 +139,34 @@ class PagePool:
         return handle.shortened(self.windows.usable(handle.pages()))
 
     def _with_state(
-        self, request: Request, handle: PrefixHandle, *, with_tail: bool = True
+        self,
+        request: Request,
+        handle: PrefixHandle,
+        *,
+        with_tail: bool = True,
+        also_fresh: bool = False,
     ) -> PrefixHandle:
         states = self.states
         assert states is not None
 
         def is_known(page: int, has_all: bool) -> bool:
-            return states.is_kept(page, also_fresh=has_all)
+            return states.is_kept(page, also_fresh=has_all or also_fresh)
 
         return self._cache.with_state(
             handle, request.tokens, request.kv_len, is_known, with_tail=with_tail
+        )
+
+    def awaits_state(self, request: Request, handle: PrefixHandle) -> bool:
+        """Whether the planned dispatch computes a state that leaves the request less to prefill."""
+        if self.states is None or not self.states.has_fresh:
+            return False
+        longest = self._with_state(request, handle, also_fresh=True)
+        return self.num_ready(longest) > self.num_ready(handle)
+
+    def has_tail(self, handle: PrefixHandle) -> bool:
+        """Whether a prefix holds a page beside those that the request uses; see `without_tail`."""
+        return handle.tail is not None or (
+            handle.state is not None and handle.state.tail is not None
         )
 
     def num_ready(self, handle: PrefixHandle) -> int:
@@ -205,12 +226,22 @@ class PagePool:
         """Gives a running request more pages of its own."""
         request.pages.extend(self._cache.allocate(count))
 
-    def share(self, request: Request, num_tokens: int, *, with_tail: bool) -> list[PageCopy]:
+    def share(
+        self, request: Request, num_tokens: int, *, with_tail: bool, is_awaited: bool = False
+    ) -> list[PageCopy]:
         """Lets other requests use the first `num_tokens` tokens of a running one.
 
-        These tokens are computed, or will be in the dispatch that is being planned. With
-        `with_tail`, a partial last page is shared too; the request then continues in a copy of it.
-        Returns the copies that the device must make after its prefill.
+        These tokens are computed, or will be in the dispatch that is being planned.
+
+        Args:
+            request: The running request.
+            num_tokens: How many of its first tokens.
+            with_tail: Whether a partial last page is shared too, and a state kept. The request then
+                continues in a copy of that page.
+            is_awaited: Whether another request waits for all of it.
+
+        Returns:
+            The copies that the device must make after its prefill.
         """
         handle = self._handles[request.rid]
         if not self.is_sharing or not self._cache.is_current(handle):
@@ -237,10 +268,12 @@ class PagePool:
                 self.windows.attach(own)
         self._handles[request.rid] = handle
         if self.states is not None and with_tail and handle.num_pages == num_full:
-            self._keep_state(request, handle, rest)
+            self._keep_state(request, handle, rest, on_trial=not is_awaited)
         return copies
 
-    def _keep_state(self, request: Request, handle: PrefixHandle, rest: Sequence[int]) -> None:
+    def _keep_state(
+        self, request: Request, handle: PrefixHandle, rest: Sequence[int], *, on_trial: bool
+    ) -> None:
         """Keeps the state behind a running request's prefill, if all of that is cached."""
         assert self.states is not None
         if rest and self._cache.has_tail(handle, rest):
@@ -248,7 +281,28 @@ class PagePool:
             self._copied.append(handle)  # until it is computed
         elif rest or not handle.num_pages:
             return
-        self.states.keep(request, handle.last_page)
+        self.states.keep(request, handle.last_page, on_trial=on_trial)
+
+    def branch(self, request: Request) -> int:
+        """Tokens behind which a running request leaves a cached prefix, if no state is kept there.
+
+        0 without, and if none can be kept.
+        """
+        if self.states is None or not self.states.has_room_on_trial:
+            return 0
+        num_shared = self.num_shared(request)
+        return num_shared if request.num_computed < num_shared else 0
+
+    def keeps_state(self, request: Request, num_tokens: int) -> bool:
+        """Whether later prompts may go on from behind so many tokens of a running request.
+
+        That is where it leaves a cached prefix, and the end of its prompt; prompts of less than a
+        page are computed as fast as a state is copied.
+        """
+        if self.states is None or not self.states.has_room_on_trial:
+            return False
+        is_prompt = num_tokens == request.kv_len >= self.page_size and not request.output_ids
+        return is_prompt or num_tokens == self.branch(request)
 
     def num_shared(self, request: Request) -> int:
         """Tokens of a running request whose keys are in pages that nobody writes to."""

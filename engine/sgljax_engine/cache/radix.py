@@ -193,18 +193,15 @@ class RadixCache:
             tokens: As for `find`.
             num_tokens: As for `find`.
             is_known: Function (last page, whether the part has all tokens) -> whether its state is.
-            with_tail: Whether the prefix may have a tail, of which the request needs a copy.
+            with_tail: Whether prefix or part may have a tail: a page beside those of the request.
         """
         size, node, count = self._page_size, handle.node, handle.num_pages
         if with_tail and handle.tail is not None and is_known(handle.tail.page, True):
             return handle._replace(state=handle)
-        handle = handle._replace(tail=None)
+        handle = handle._replace(tail=None, state=None)
         while True:
             part, done = PrefixHandle(handle.root, node, count), count * size
-            is_last = count == handle.num_pages
-            rest = tuple(tokens(done, min(done + size - 1, num_tokens)))
-            if is_last and not with_tail:
-                rest = ()
+            rest = tuple(tokens(done, min(done + size - 1, num_tokens))) if with_tail else ()
             tails = [
                 tail
                 for key, tail in node.children.items()
@@ -212,6 +209,7 @@ class RadixCache:
             ]
             if tails:
                 part = part._replace(tail=max(tails, key=lambda tail: len(tail.key)))
+                is_last = count == handle.num_pages
                 return handle._replace(tail=part.tail if is_last else None, state=part)
             if node is handle.root:
                 return handle

@@ -3,8 +3,12 @@
 A running request of a model with recurrent layers owns one slot from its start until it ends or is
 retracted. Any other slot may be *kept* for the prefix cache: the state after a cached prefix, known
 by the last page of that prefix. A request that begins with the prefix goes on from a copy of it.
-Kept states go when their page does, or when a slot is needed: the one that was used the longest
-time ago. Engine thread only.
+Engine thread only.
+
+Kept states go when their page does, or when a slot is needed: first one that a single request went
+on from, to end with a longer one, as each turn of an episode does; else the one that was used the
+longest time ago. States that a later prompt may share are *on trial* until one does: while slots
+are short there are only so many of them, lest they push out those of episodes.
 
 A state that is kept while a dispatch is planned is *fresh*: the dispatch computes it in the slot of
 its request, and copies it behind the prefill.
@@ -12,12 +16,33 @@ its request, and copies it behind the prefill.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Iterable
 
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.errors import EngineError
 from sgljax_engine.types import NO_STATE, Request, StateCopies, StateCopy
+
+_SLOTS_PER_TRIAL = 8
+"""Slots for each state on trial while slots are short."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Kept:
+    """A kept state.
+
+    Attributes:
+        slot: Where it is.
+        ends_request: Whether it was the last one of a request.
+        on_trial: Whether it was kept for prompts that may come, and none has come.
+        num_uses: Requests that went on from it.
+    """
+
+    slot: int
+    ends_request: bool = False
+    on_trial: bool = False
+    num_uses: int = 0
 
 
 class StateSlots:
@@ -30,11 +55,14 @@ class StateSlots:
             num_slots: Slots of the pool.
         """
         self._allocator = PageAllocator(num_slots)
+        self._most_trials = max(1, num_slots // _SLOTS_PER_TRIAL)
         self._forget_all()
 
     def _forget_all(self) -> None:
-        self._kept: OrderedDict[int, int] = OrderedDict()
-        """Slots by the last page of their prefix, the one used last at the end."""
+        self._kept: OrderedDict[int, _Kept] = OrderedDict()
+        """Kept states by the last page of their prefix; what goes first is the first."""
+        self._sources: dict[str, tuple[int, _Kept]] = {}
+        """The pages and kept states that running requests went on from."""
         self._held: set[int] = set()
         """Pages whose slots take part in copies that are not dispatched yet."""
         self._fresh: dict[int, int] = {}
@@ -55,6 +83,11 @@ class StateSlots:
     def num_kept(self) -> int:
         """Slots that the prefix cache has."""
         return len(self._kept)
+
+    @property
+    def has_fresh(self) -> bool:
+        """Whether the planned dispatch computes states that are kept."""
+        return bool(self._fresh)
 
     @property
     def used(self) -> list[int]:
@@ -86,15 +119,19 @@ class StateSlots:
         if page is None:
             request.state_slot = self._allocate()
             return
-        is_held, self._kept[page] = page in self._held, self._kept.pop(page)
+        kept, is_held = self._kept[page], page in self._held
+        self._kept.move_to_end(page)
+        kept.on_trial = False
+        kept.num_uses += 1
         self._held.add(page)
         if self.num_available or is_held:
             request.state_slot = self._allocate()
-            source = self._fresh.get(page, self._kept[page])
+            self._sources[request.rid] = page, kept
+            source = self._fresh.get(page, kept.slot)
             self._copies.of(is_late=is_late).append(StateCopy(source, request.state_slot))
         else:  # the only slot there is
             self._held.remove(page)
-            request.state_slot = self._kept.pop(page)
+            request.state_slot = self._kept.pop(page).slot
 
     def release(self, request: Request, page: int | None) -> None:
         """Takes the slot of a request, and keeps it if its state is of use.
@@ -104,30 +141,56 @@ class StateSlots:
             page: The last page of the prefix that the request computed; None to free the slot.
         """
         slot, request.state_slot = request.state_slot, NO_STATE
+        source = self._sources.pop(request.rid, None)
         if page is None or page in self._kept:
             self._allocator.free([slot])
-        else:
-            self._kept[page] = slot
+            return
+        self._kept[page] = _Kept(slot, ends_request=True)
+        if source is not None and self._is_replaced(*source):
+            self._kept.move_to_end(source[0], last=False)
 
-    def keep(self, request: Request, page: int) -> None:
+    def _is_replaced(self, page: int, kept: _Kept) -> bool:
+        """Whether a state is still kept, and only one request went on from where one had ended."""
+        return self._kept.get(page) is kept and kept.ends_request and kept.num_uses == 1
+
+    def keep(self, request: Request, page: int, *, on_trial: bool) -> None:
         """Keeps a copy of the state that a request has after its planned prefill, if there is room.
 
         Args:
             request: The request.
             page: The last page of the prefix that it computes.
+            on_trial: Whether no other request waits for it.
         """
-        if page in self._kept or not self.num_available:
+        has_room = self.has_room_on_trial if on_trial else self.num_available
+        if page in self._kept or not has_room:
             return
-        slot = self._allocate()
-        self._kept[page] = slot
+        slot = self._allocate(self._most_trials - on_trial)
+        self._kept[page] = _Kept(slot, on_trial=on_trial)
         self._held.add(page)
         self._fresh[page] = request.state_slot
         self._copies.late.append(StateCopy(request.state_slot, slot))
 
-    def _allocate(self) -> int:
+    @property
+    def has_room_on_trial(self) -> bool:
+        """Whether a state can be kept for prompts that may come."""
+        if self._allocator.num_free:
+            return True
+        trials = self._trials()
+        is_full = len(trials) >= self._most_trials
+        return bool(set(trials) - self._held) if is_full else self.num_available > 0
+
+    def _trials(self) -> list[int]:
+        """Pages of the states on trial, the oldest first."""
+        return [page for page, kept in self._kept.items() if kept.on_trial]
+
+    def _allocate(self, most_trials: int | None = None) -> int:
+        """A free slot, else that of a kept state: on trial, if there are more than so many."""
         if not self._allocator.num_free and self.num_available:
-            page = next(page for page in self._kept if page not in self._held)
-            self._allocator.free([self._kept.pop(page)])
+            trials = self._trials()
+            most_trials = self._most_trials if most_trials is None else most_trials
+            first = trials if len(trials) > most_trials else []
+            page = next(page for page in [*first, *self._kept] if page not in self._held)
+            self._allocator.free([self._kept.pop(page).slot])
         return self._allocator.allocate(1)[0]
 
     # ------------------------------------------------------------------ the cache
@@ -148,7 +211,7 @@ class StateSlots:
             if page in self._kept:
                 if page in self._held:
                     raise EngineError(f"KV page {page} is freed, but its state is being copied")
-                self._allocator.free([self._kept.pop(page)])
+                self._allocator.free([self._kept.pop(page).slot])
 
     def forget_kept(self) -> None:
         """Frees all kept states; no copy may wait to be dispatched."""
@@ -162,7 +225,8 @@ class StateSlots:
     def check_integrity(self, running: Iterable[Request]) -> None:
         """Raises EngineError unless requests and kept states have all used slots, one each."""
         self._allocator.check_integrity()
-        owned = sorted([*(request.state_slot for request in running), *self._kept.values()])
+        kept = (kept.slot for kept in self._kept.values())
+        owned = sorted([*(request.state_slot for request in running), *kept])
         if owned != self.used:
             raise EngineError(
                 f"requests and the cache own the state slots {owned}, {self.used} are in use"

@@ -362,14 +362,14 @@ class Scheduler:
                 self._add_chunk(plan, request)
 
     def _has_prefill_left(self, plan: _Prefill) -> bool:
-        """Whether only the budget ends this prefill, so that more rows will decode soon."""
+        """Whether the budget or a kept state ends this prefill, so that more rows decode soon."""
         has_place = self._num_startable and len(self.running) < self._config.max_running_requests
         unfinished = (r for r in self.running if plan.ends.get(r.rid, r.num_computed) < r.kv_len)
-        return plan.budget <= 0 and (has_place or any(unfinished))
+        return any(unfinished) or bool(plan.budget <= 0 and has_place)
 
     def _add_chunk(self, plan: _Prefill, request: Request) -> None:
-        start = request.num_computed
-        num_tokens = min(request.kv_len - start, plan.budget)
+        start, branch = request.num_computed, self._pool.branch(request)
+        num_tokens = min((branch or request.kv_len) - start, plan.budget)
         num_shared = self._pool.num_shared(request)
         chunk = PrefillChunk(request, start, num_tokens, tuple(request.pages), num_shared)
         plan.chunks.append(chunk)
@@ -378,8 +378,10 @@ class Scheduler:
         plan.num_tokens += cost
         end = plan.ends[request.rid] = start + num_tokens
         self._pool.open_window(request, end)
-        with_tail = end == request.kv_len and self.waiting.has_same_prompt(request)
-        plan.copies.extend(self._pool.share(request, end, with_tail=with_tail))
+        is_awaited = end == request.kv_len and self.waiting.has_same_prompt(request)
+        with_tail = is_awaited or self._pool.keeps_state(request, end)
+        copies = self._pool.share(request, end, with_tail=with_tail, is_awaited=is_awaited)
+        plan.copies.extend(copies)
 
     # ------------------------------------------------------------------ admission
 
@@ -396,14 +398,16 @@ class Scheduler:
             self.waiting, self.running, self._num_arrivals, num_wanted
         ):
             prefix = self._pool.find_prefix(request)
+            if not request.num_retractions and self._pool.awaits_state(request, prefix):
+                continue
             expected = self._expected_pages(request, prefix.num_pages)
             now = self._pages_to_start(request, prefix, num_steps)
             available = self._pool.num_available
             has_room = max(now, expected) + reserved <= available
             if has_room or not self.running:  # else whatever it shares does not help
                 available = self._pool.available_beside(prefix)
-                if prefix.tail is not None and now > available:
-                    # The tail and a copy of it do not both fit: compute those tokens instead.
+                if self._pool.has_tail(prefix) and now > available:
+                    # The tail does not fit beside the request: compute those tokens instead.
                     prefix = self._pool.without_tail(request, prefix)
                     expected = self._expected_pages(request, prefix.num_pages)
                     now = self._pages_to_start(request, prefix, num_steps)
