@@ -119,7 +119,8 @@ class Engine:
                 decode, bos_id, eos_id and pad_id; None loads the folder's.
             load_format: "auto" or "safetensors" reads the folder, "dummy" creates random weights.
             adapters: Adapters to start with, by name: a PEFT folder, or a pytree with the LoRA
-                pairs and its rules; see `load_adapter`. At most `max_loras`; they take the first slots.
+                pairs and its rules; see `load_adapter`. At most `max_loras`; they take the first
+                slots.
             mesh: Devices to run on. Its tensor axis ("tp", "model" or "tensor") shards the weights;
                 each index of the other axes has an engine of its own. `tp_size` and
                 `data_parallel_size` divide the devices differently. None, or an empty mesh, takes

@@ -56,7 +56,7 @@ def adapter_source(
     is_folder = isinstance(source, (str, os.PathLike))
     if is_folder != (rules is None):
         raise InvalidRequestError(
-            "rules go with the arrays of an adapter, and are needed for them; a PEFT folder has none"
+            "rules go with an adapter's arrays, and are needed for them; a PEFT folder has none"
         )
     if rules is not None:
         return WeightSource(source, check_rules(rules))

@@ -102,6 +102,8 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{name}={value!r} is no {_READ[name][0]}")
         else:
             config[name] = value
+    if isinstance(config["target_modules"], str) and config["layers_to_transform"] != []:
+        raise ValueError("layers_to_transform goes with a list as target_modules")
     for name in ("rank_pattern", "alpha_pattern"):
         for key, value in config[name].items():
             if type(value) not in (int, float):
@@ -116,7 +118,9 @@ def _rules(config: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Itera
     for name, array in arrays.items():
         match = _HALF.fullmatch(name)
         if match is None or array.ndim != 2:
-            raise ValueError(f"{name!r} {list(array.shape[::-1])} is no half of a linear layer's pair")
+            raise ValueError(
+                f"{name!r} {list(array.shape[::-1])} is no half of a linear layer's pair"
+            )
         start, module = name[: match.start("half")], match["module"]
         a, b = (f"{start}{half}.weight" for half in "AB")
         if not {a, b} <= arrays.keys():
@@ -126,7 +130,7 @@ def _rules(config: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Itera
         if name == b:
             continue
         rank = _of_module(config["rank_pattern"], module, config["r"])
-        if array.shape[1] != rank:
+        if array.shape[1] != rank or rank < 1:
             raise ValueError(f"{name!r} has rank {array.shape[1]}, but r or rank_pattern is {rank}")
         alpha = _of_module(config["alpha_pattern"], module, config["lora_alpha"])
         scale = alpha / (math.sqrt(rank) if config["use_rslora"] else rank)
