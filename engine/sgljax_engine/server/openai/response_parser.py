@@ -358,7 +358,7 @@ class ResponseParser:
         self._is_simple = True
         if self._first_close is not None:
             return self._end_call(*self._first_close)
-        if field.tag_end and self._ends_in(field.tag_end, len(self._text)):
+        if field.tag_end and self._text.rstrip().endswith(field.tag_end):
             return self._end_call(len(self._text), len(self._text))
         self._field, self._is_plain = None, True
         self._at = self._scanned = max(self._open_at, self._num_prompt)
