@@ -369,6 +369,13 @@ class TestJson:
         calls = [] if expected is None else [Call("f", expected)]
         assert parsed(parser("qwen2.5"), [text]) == (Split("", "" if calls else text), calls)
 
+    def test_a_call_of_the_prompt_is_none_of_the_reply(self):
+        block = f"<tool_call>{JSON}</tool_call>"
+        reader = parser("qwen2.5", prompt=FORMS["qwen2.5"].head + block)
+        assert parsed(reader, [f"\n{block}"]) == (Split("", ""), [ADD])
+        reader = parser("qwen2.5", prompt=FORMS["qwen2.5"].head + block[:20])
+        assert parsed(reader, [block[20:]]) == (Split("", ""), [ADD])
+
     def test_the_first_call_alone(self):
         text = f"<tool_call>{JSON}</tool_call>" * 2
         assert parsed(parser("qwen2.5", max_calls=1), [text]) == (Split("", ""), [ADD])

@@ -8,18 +8,16 @@ It differs from transformers' `ResponseParser`, whose templates it reads, on pur
 - `</think>` without `<think>` ends thoughts, if prompts of the format open them.
 - Calls in thoughts that are never closed are calls.
 - JSON ends with its value where a template has no mark for it.
-
-Each character is looked at a fixed number of times, however many marks there are.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection
 from typing import NamedTuple
 
 import regex
 
+from sgljax_engine.server.openai.response_marks import Found, Watch, watches_of
 from sgljax_engine.server.openai.response_template import (
     CALLS,
     CONTENT,
@@ -27,12 +25,8 @@ from sgljax_engine.server.openai.response_template import (
     Field,
     Mark,
     ResponseTemplate,
-    literal_mark,
 )
 from sgljax_engine.server.openai.response_values import Call, JsonEnd, Schemas, read_calls
-
-THINK = "<think>"
-"""The opening mark of thoughts that answers may quote: it counts at their start alone."""
 
 _SEPARATORS = "; \n\r\t"
 _WORD = regex.compile(r"\S")
@@ -49,98 +43,8 @@ class Split(NamedTuple):
         return Split(self.reasoning + other.reasoning, self.content + other.content)
 
 
-class _Found(NamedTuple):
-    """A mark in the text.
-
-    Attributes:
-        start: Where it is; without one, up to where none is.
-        match: The mark; None without one.
-        field: The field that it opens or closes; None for what is dropped.
-    """
-
-    start: int
-    match: regex.Match[str] | None = None
-    field: Field | None = None
-
-
-class _Watch:
-    """Marks that are looked for together, and the field of each; None for what is dropped."""
-
-    def __init__(self, marks: Iterable[tuple[Mark | None, Field | None]]) -> None:
-        self._marks = [(mark, field) for mark, field in marks if mark is not None]
-        starts = dict.fromkeys(start for mark, _ in self._marks for start in mark.starts)
-        self.starts = regex.compile("|".join(map(regex.escape, starts)) or r"(?!)")
-        self._beginning = functools.cache(self._find_beginning)
-
-    def _find_beginning(self, start: str) -> list[tuple[Mark, Field | None, bool]]:
-        """The marks that may begin with a text, and whether the text is the whole mark."""
-        return [
-            (mark, field, mark.growing is None and start in mark.starts)
-            for mark, field in self._marks
-            if any(a.startswith(start) or start.startswith(a) for a in mark.starts)
-        ]
-
-    def find(self, text: str, start: int, *, is_end: bool) -> _Found:
-        """The next mark: the longest one there."""
-        while found := self.starts.search(text, start, partial=not is_end):
-            start = found.start()
-            if found.partial:
-                return _Found(start)
-            best, end = None, -1
-            for mark, field, is_whole in self._beginning(found[0]):
-                match = found if is_whole else mark.match(text, start, is_end=is_end)
-                if match is True:
-                    return _Found(start)
-                if match and match.end() > end:
-                    best, end = _Found(start, match, field), match.end()
-            if best is not None:
-                return best
-            start += 1
-        return _Found(len(text))
-
-
-class _Watches(NamedTuple):
-    """What is looked for, by where the parser is.
-
-    `plain` holds at the end of a text with an unfinished call, `first` before thoughts, `late`
-    behind them and behind words, `drafts` in thoughts. `closes` has what ends each field.
-    """
-
-    plain: _Watch
-    first: _Watch
-    late: _Watch
-    drafts: _Watch
-    closes: Mapping[str, _Watch]
-
-
-@functools.lru_cache(maxsize=64)  # hundreds of special tokens take 20 ms
-def _watches(
-    template: ResponseTemplate, dropped: tuple[str, ...], *, thinks: bool, has_calls: bool
-) -> _Watches:
-    fields = dict(template.fields)
-    thoughts = fields.get(REASONING) if thinks else None
-    calls = fields.get(CALLS) if has_calls else None
-    content = fields.get(CONTENT)
-    plain = [(literal_mark(sorted(dropped)), None)] if dropped else []
-    plain += [(content.close, None)] if content else []
-    late = [(each.open, each) for each in (calls, content) if each] + plain
-    first = [(thoughts.open, thoughts), *late] if thoughts else late
-    drafts = [(each.open, each) for each in (calls,) if each] + plain
-    return _Watches(
-        plain=_Watch(plain),
-        first=_Watch(first),
-        late=_Watch(late if _is_quotable(thoughts) else first),
-        drafts=_Watch([(thoughts.close, thoughts), *drafts] if thoughts else []),
-        closes={each.name: _Watch([(each.close, each)]) for each in fields.values()},
-    )
-
-
-def _is_quotable(field: Field | None) -> bool:
-    return field is not None and field.open is not None and THINK in field.open.starts
-
-
 class ResponseParser:
-    """Reads one output. All pieces together give what the whole text does.
+    """Reads one output, in time linear in its length. All pieces together give what the whole does.
 
     Attributes:
         calls: The calls found so far.
@@ -173,7 +77,7 @@ class ResponseParser:
         """
         self._schemas, self._names = schemas or {}, names
         self._thoughts = template.fields.get(REASONING) if thinks else None
-        self._watches = _watches(
+        self._watches = watches_of(
             template, tuple(dropped), thinks=thinks, has_calls=schemas is not None
         )
         self.calls: list[Call] = []
@@ -190,18 +94,15 @@ class ResponseParser:
         self._words_kind = CONTENT
         self._has_words = self._has_thought = self._is_after_call = False
         self._is_fresh = self._is_plain = self._is_simple = self._is_end = False
-        self._clear()
+        self._new: dict[str, list[str]] = {REASONING: [], CONTENT: []}
+        self._lead: list[str] = []  # white space before the first word: no content before a call
         self._run()
         if self._field is None or self._field.name != CALLS:
             self._at = self._scanned = len(self._text)
         self._num_prompt = len(self._text)
+        self._lead, self.calls = [], []
         if waits and self._thoughts is not None and not self._text.strip():
             self._field, self._draft, self._is_fresh = self._thoughts, CONTENT, True
-        self._clear()
-
-    def _clear(self) -> None:
-        self._new: dict[str, list[str]] = {REASONING: [], CONTENT: []}
-        self._lead: list[str] = []  # white space before the first word: no content before a call
 
     def stop_tags(self) -> tuple[str, str] | None:
         """What thoughts begin and end with; None if there are none to come."""
@@ -219,24 +120,15 @@ class ResponseParser:
         whole, self._text = self._text, ""
         whole += text
         self._text = whole
-        self._run()
-        return self._taken()
+        return self._run()
 
     def end(self) -> Split:
         """Returns what was held back."""
         self._is_end = True
-        self._run()
-        self._new[CONTENT] += [] if self.calls else self._lead
-        return self._taken()
+        return self._run()
 
-    def _taken(self) -> Split:
-        new = Split("".join(self._new[REASONING]), "".join(self._new[CONTENT]))
-        self._new[REASONING].clear()
-        self._new[CONTENT].clear()
-        return new
-
-    def _run(self) -> None:
-        """Takes parts of the text until more must come."""
+    def _run(self) -> Split:
+        """Takes parts of the text until more must come; returns what is new."""
         is_on = True
         while is_on:
             field = self._field
@@ -248,8 +140,12 @@ class ResponseParser:
                 is_on = self._step_json(field, self._json)
             else:
                 is_on = self._step_call(field)
+        if self._is_end and not self.calls:
+            self._new[CONTENT] += self._lead
+        new, self._new = self._new, {REASONING: [], CONTENT: []}
+        return Split("".join(new[REASONING]), "".join(new[CONTENT]))
 
-    def _find(self, watch: _Watch) -> _Found:
+    def _find(self, watch: Watch) -> Found:
         found = watch.find(self._text, self._scanned, is_end=self._is_end)
         self._scanned = found.start
         return found
@@ -330,9 +226,8 @@ class ResponseParser:
             return False
         if closing:
             return self._end_call(json.end, closing.end(), closing)
-        if self._is_end and field.close.may_go_on(self._text, json.end):
-            return self._end_call(json.end, len(self._text))
-        return self._end_call(None, json.end)
+        is_cut = self._is_end and field.close.may_go_on(self._text, json.end)
+        return self._end_call(json.end if is_cut else None, len(self._text) if is_cut else json.end)
 
     def _step_call(self, field: Field) -> bool:
         """Takes a call whose arguments are tags, or whose JSON does not end."""
