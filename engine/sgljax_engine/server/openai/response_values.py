@@ -106,7 +106,7 @@ class JsonEnd:
                 self._depth -= 1
                 self.end = found.end() if self._depth == 0 else None
             else:
-                self._next = strings[mark]
+                self._next = strings.get(mark, outside)  # a whole string, mostly
             self.position = found.end()
 
 
@@ -128,7 +128,7 @@ def _json_marks(delims: tuple[tuple[str, str], ...]) -> _JsonMarks:
     openings = "|".join(map(regex.escape, [*strings, '"']))
     return _JsonMarks(
         regex.compile(r"\S"),
-        regex.compile(openings + r"|[{}\[\]<\\]"),
+        regex.compile(r'"(?:[^"\\]++|\\.)*+"|' + openings + r"|[{}\[\]<\\]", regex.DOTALL),
         {'"': regex.compile(r'\\.|"', regex.DOTALL), **strings},
         frozenset(a[:size] for a in strings for size in range(1, len(a))),
     )
