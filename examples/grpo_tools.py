@@ -16,7 +16,6 @@ import no_advice as no_advice  # isort: skip
 import argparse
 import dataclasses
 import functools
-import json
 import sys
 import threading
 import time
@@ -44,6 +43,7 @@ from calculator_task import (
 )
 from tools_report import ToolStep, format_table, summarize, write_plot
 from tunix_sgljax import AgenticGrpoLearner, SglJaxRollout, VersionedRolloutOutput
+from tunix_sgljax.training.report import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -289,7 +289,7 @@ def main(argv: list[str] | None = None) -> int:
         "episode": episode,
         "steps": [dataclasses.asdict(step) for step in counter.steps],
     }
-    (args.output_dir / "records.json").write_text(json.dumps(content, indent=2) + "\n")
+    write_whole(args.output_dir / "records.json", content)
     write_plot(args.output_dir / "training.png", counter.steps)
     print(f"wrote {args.output_dir}/records.json and training.png")
     return 0

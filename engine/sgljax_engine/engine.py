@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from sgljax_engine.builder import group, sources
-from sgljax_engine.builder.adapters import check_adapters
+from sgljax_engine.builder.adapters import adapter_source, check_adapters, first_sources
 from sgljax_engine.builder.endable_progress import EndableProgress
 from sgljax_engine.checkpoint.files import check_compression
 from sgljax_engine.checkpoint.manager import CheckpointManager, SaveReport
@@ -102,7 +102,7 @@ class Engine:
         weight_rules: Sequence[WeightRule] | None = None,
         tokenizer: Any = None,
         load_format: str = "auto",
-        adapters: Mapping[str, tuple[Any, Sequence[WeightRule]]] | None = None,
+        adapters: Mapping[str, str | Path | tuple[Any, Sequence[WeightRule]]] | None = None,
         mesh: jax.sharding.Mesh | None = None,
         config: EngineConfig | None = None,
         progress: ProgressListener | None = None,
@@ -118,8 +118,9 @@ class Engine:
             tokenizer: A Hugging Face tokenizer, a SentencePieceProcessor, or an object with encode,
                 decode, bos_id, eos_id and pad_id; None loads the folder's.
             load_format: "auto" or "safetensors" reads the folder, "dummy" creates random weights.
-            adapters: Adapters to start with, by name: a pytree with the LoRA pairs, and its rules;
-                see `load_adapter`. At most `max_loras`; they take the first slots.
+            adapters: Adapters to start with, by name: a PEFT folder, or a pytree with the LoRA
+                pairs and its rules; see `load_adapter`. At most `max_loras`; they take the first
+                slots.
             mesh: Devices to run on. Its tensor axis ("tp", "model" or "tensor") shards the weights;
                 each index of the other axes has an engine of its own. `tp_size` and
                 `data_parallel_size` divide the devices differently. None, or an empty mesh, takes
@@ -175,7 +176,7 @@ class Engine:
                 load_format,
                 self._progress,
             ),
-            adapters={name: WeightSource(*each) for name, each in (adapters or {}).items()},
+            adapters=first_sources(model_config, adapters or {}),
             tokenizer=tokenizer,
             mesh=mesh,
             progress=self._progress,
@@ -977,7 +978,7 @@ class Engine:
         self,
         name: str,
         source: Any,
-        rules: Sequence[WeightRule],
+        rules: Sequence[WeightRule] | None = None,
         *,
         mode: PauseMode = "retract",
         flush_cache: bool | None = None,
@@ -991,9 +992,10 @@ class Engine:
 
         Args:
             name: Name of the adapter.
-            source: A pytree that holds A and B of each `LoraRule`, and nothing else but what a rule
-                ignores; the engine copies it and never aliases it.
-            rules: LoRA rules, and the rules that map the weights they change; reuse the objects.
+            source: The path of a PEFT folder; or a pytree that holds A and B of each `LoraRule`,
+                and nothing else but what a rule ignores, which the engine copies.
+            rules: Rules for a pytree: LoRA rules, and those that map the weights they change; reuse
+                the objects.
             mode: What happens to started requests of this adapter; see `update_weights`.
             flush_cache: As in `update_weights`.
 
@@ -1004,8 +1006,9 @@ class Engine:
             WeightSyncError: names each pair that is incomplete, does not fit, has too large a rank,
                 or changes a projection without room for adapters, and each leaf of no pair, such as
                 a magnitude of DoRA. The old adapter keeps serving.
+            WeightLoadError: for a folder that is broken, or no plain LoRA.
             EngineStateError: when there is no free slot, or the engine has no weights.
-            InvalidRequestError: for an invalid name.
+            InvalidRequestError: for an invalid name, and for a pytree without rules.
         """
         return self._calls.ask(self._adapter_job(name, source, rules, mode, flush_cache))
 
@@ -1013,7 +1016,7 @@ class Engine:
         self,
         name: str,
         source: Any,
-        rules: Sequence[WeightRule],
+        rules: Sequence[WeightRule] | None = None,
         *,
         mode: PauseMode = "retract",
         flush_cache: bool | None = None,
@@ -1023,7 +1026,7 @@ class Engine:
         return await self._calls.async_ask(job)
 
     def find_differing_adapter(
-        self, name: str, source: Any, rules: Sequence[WeightRule]
+        self, name: str, source: Any, rules: Sequence[WeightRule] | None = None
     ) -> list[str]:
         """Names of projections whose adapter differs in bits from one made from a source.
 
@@ -1037,7 +1040,7 @@ class Engine:
             InvalidRequestError: for an adapter that is not loaded.
             EngineStateError: while the engine sleeps or has no weights.
         """
-        load = functools.partial(WeightSource, source, check_rules(rules))
+        load = functools.partial(adapter_source, self._model, source, rules)
         return self._calls.ask(functools.partial(CompareJob, name, load))
 
     def unload_adapter(self, name: str) -> None:
@@ -1057,7 +1060,7 @@ class Engine:
         self,
         name: str,
         source: Any,
-        rules: Sequence[WeightRule],
+        rules: Sequence[WeightRule] | None,
         mode: PauseMode,
         flush_cache: bool | None,
     ) -> Callable[[Future[int]], AdapterJob]:
@@ -1065,7 +1068,7 @@ class Engine:
             raise InvalidRequestError(f"name must be a string of an adapter, got {name!r}")
         check_mode(mode)
         flush = _flushes(mode, flush_cache)
-        load = functools.partial(WeightSource, source, check_rules(rules))
+        load = functools.partial(adapter_source, self._model, source, rules)
         return functools.partial(AdapterJob, name, load, mode, flush, self._checks_finite)
 
     def get_weights_checksum(self) -> dict[str, str]:

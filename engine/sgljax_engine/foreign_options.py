@@ -307,7 +307,18 @@ FOREIGN_FIELDS = foreign_fields(
             "logprobs flat_logprobs",
         ),
         ("use the argument logprob_start_len of generate", "prompt_logprobs"),
-        ("use the argument token_ids_logprob of generate", "logprob_token_ids"),
+        (
+            "use the argument token_ids_logprob of generate",
+            "logprob_token_ids prompt_logprob_token_ids trace_decode_token_ids",
+        ),
+        (
+            "the argument return_routed_experts of generate gives those of all tokens",
+            "routed_experts_prompt_start",
+        ),
+        (
+            "log-probs of a prompt are computed anew by themselves, and nothing is copied",
+            "skip_reading_prefix_cache skip_clone",
+        ),
         ("use include_stop_str_in_output", "no_stop_trim"),
         ("use stop, plain strings", "stop_regex"),
         (
@@ -353,6 +364,7 @@ FOREIGN_FIELDS = foreign_fields(
         "no_repeat_ngram_size": (0,),
         "typical_p": (1.0,),
         "top_logprobs": (0,),
+        "routed_experts_prompt_start": (0,),
         "thinking_token_budget": (-1,),
     },
     false_asks=("do_sample",),

@@ -322,7 +322,7 @@ def test_the_slip_of_the_first_gemmas_is_corrected(caplog):
         ("qwen2", {"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a positive number, got '1e-5'"),
         ("gemma2", {"layer_types": ["full_attention"]}, r"layer_types .* \(3\) types, got 1"),
         ("qwen2", {"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
-        ("qwen2", {"eos_token_id": "1"}, "eos_token_id must be an id, a list of ids or null"),
+        ("qwen2", {"eos_token_id": "1"}, "eos_token_id must be a token id, a list of at most"),
     ],
 )
 def test_missing_or_inconsistent_settings_are_named(family, changes, message):

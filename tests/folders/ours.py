@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from sgljax_engine import EngineConfig, ModelConfig, load_model_config
 from sgljax_engine.attention.base import AttentionOptions, BlockTables
+from sgljax_engine.builder.adapters import adapter_source
 from sgljax_engine.builder.sources import folder_weights, pick_dtype
 from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.tiles import Together
@@ -21,6 +23,7 @@ from sgljax_engine.models.spec import LayerCache, ModelContext, NewKV
 from sgljax_engine.runner.programs.recur import block_recur
 from sgljax_engine.weights.forms import Form
 from sgljax_engine.weights.hf_files import mapped_tensors
+from sgljax_engine.weights.rules import LoraRule, WeightRule, WeightSource
 from sgljax_engine.weights.specs import TargetSpec
 from tests.folders.drafts import TOKENS
 
@@ -43,11 +46,14 @@ class Found(NamedTuple):
     key: str
 
 
-def read(folder: Path) -> Found:
-    """Reads a folder as an engine does; raises what it raises."""
+def read(folder: Path, adapter: Path | None = None) -> Found:
+    """Reads a folder, and an adapter's for it, as an engine does; raises what it raises."""
     model = load_model_config(folder)
     dtype = pick_dtype(EngineConfig(), folder)
     source = folder_weights(model, folder)
+    if adapter is not None:
+        pairs = adapter_source(model, adapter, None)
+        source = WeightSource({**source.arrays, **pairs.arrays}, _as_stored(pairs.rules, source))
     targets = _targets(model)
     tensors = mapped_tensors(source.arrays, source.rules, targets)
     weights = {
@@ -58,6 +64,17 @@ def read(folder: Path) -> Found:
     for name, weight in weights.items():
         digest.update(name.encode() + np.ascontiguousarray(weight).tobytes())
     return Found(model, dtype, weights, digest.hexdigest())
+
+
+def _as_stored(rules: Sequence[WeightRule], source: WeightSource) -> tuple[WeightRule, ...]:
+    """Rules whose pairs name weights as the folder does, where memory has another order."""
+    stored = (
+        rule._replace(weight=rule.weight.replace("model.language_model.", "language_model.model."))
+        if isinstance(rule, LoraRule) and rule.weight not in source.arrays
+        else rule
+        for rule in rules
+    )
+    return tuple(stored)
 
 
 def _shape(model: ModelConfig) -> ModelConfig:

@@ -109,8 +109,10 @@ class Reply:
         reasoning: The thoughts.
         content: The content.
         calls: Names and arguments.
-        is_cut: Whether it ends before its end: its meaning is not known then.
+        is_cut: Whether it ends before its end: then the meaning is the whole one's.
         traits: What is unusual about it.
+        is_xml: Whether arguments are tags.
+        num_complete: Calls whose text it has whole.
     """
 
     prompt: str
@@ -120,6 +122,8 @@ class Reply:
     calls: tuple[tuple[str, dict[str, Any]], ...]
     is_cut: bool
     traits: frozenset[str]
+    is_xml: bool
+    num_complete: int
 
 
 def _json(value: Any, rng: random.Random) -> str:
@@ -246,7 +250,12 @@ FORMS: dict[str, Form] = {
     "qwen2.5": Form(template="<tool_call>", **_JSON),
     "qwen3": Form(template="<tool_call> </think>", think=_THINK, opens=True, **_JSON),
     "qwen3-coder": Form(template="<tool_call> <function=", **_XML),
-    "qwen3.5": Form(template="<tool_call> <function= </think>", think=_THINK, opens=True, **_XML),
+    "qwen3.5": Form(
+        template="<tool_call> <function= </think> add_generation_prompt <think>",
+        think=_THINK,
+        opens=True,
+        **_XML,
+    ),
     "llama3": Form(
         template="<|python_tag|>",
         head="<|start_header_id|>assistant<|end_header_id|>\n\n",
@@ -278,7 +287,8 @@ FORMS: dict[str, Form] = {
         calls=("", "", ""),
     ),
     "deepseek": Form(
-        template=deepseek("<|Assistant|> <|tool call begin|> ") + "</think>",
+        template=deepseek("<|Assistant|> <|tool call begin|> ")
+        + "</think> add_generation_prompt <think>",
         head=deepseek("<|User|>") + "hi" + deepseek("<|Assistant|>"),
         think=_THINK,
         close=deepseek("<|tool call end|>"),
@@ -338,8 +348,25 @@ class _Maker:
         if is_cut:
             text = text[: rng.randrange(len(text) + 1)]
             self._traits.add("cut")
-        found = [*calls]
-        return Reply(prompt, text, thoughts, content, tuple(found), is_cut, frozenset(self._traits))
+        num_complete = len(calls)
+        if is_cut:  # an end of calls may stand in their strings, or in words
+            ends = [] if self._is_unusual() or not form.close else text.split(form.close)[1:]
+            num_complete = min(len(ends), len(calls))
+        return Reply(
+            prompt,
+            text,
+            thoughts,
+            content,
+            tuple(calls),
+            is_cut,
+            frozenset(self._traits),
+            form.call is _xml_call,
+            num_complete,
+        )
+
+    def _is_unusual(self) -> bool:
+        unusual = {"a mark in a string", "no call", "untidy XML", "unclosed thoughts"}
+        return not unusual.isdisjoint(self._traits)
 
     def _thoughts(self) -> tuple[str, str, str]:
         """The prompt, what the model writes of its thoughts, and the thoughts."""
@@ -350,7 +377,8 @@ class _Maker:
         thoughts = self._words(form.think).strip() or "hm"
         kinds = ["model"]
         if form.opens:
-            kinds += ["model", "prompt", "closed", "bare", "again", "unclosed"]
+            kinds += ["model", "prompt", "closed", "again", "unclosed"]
+            kinds += ["bare"] * ("add_generation_prompt" in form.template)
         kind = rng.choice(kinds)
         inner = rng.choice(["", "\n"]) + thoughts + rng.choice(["", "\n"])
         behind = rng.choice(["", "\n\n"]) if not form.final else ""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import base64
 import collections
 import functools
+import gc
 import itertools
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -80,6 +80,7 @@ def parser(name, *, prompt="", schemas=None, **options):
         prompt=prompt,
         schemas=schemas if has_calls else None,
         names=schemas if found.only_known else None,
+        waits=found.opens_thoughts,
         **options,
     )
 
@@ -109,6 +110,9 @@ def read_reply(name, reply, parts):
 def check_replies(name, seeds, sizes):
     """Each reply means what it was made of, in pieces too. Returns how many are like the golden's.
 
+    A difference to the golden has a name, and does not excuse anything: `check_meaning` says what
+    ours must be.
+
     Args:
         name: A format.
         seeds: Numbers of replies.
@@ -122,15 +126,41 @@ def check_replies(name, seeds, sizes):
         whole = read_reply(name, reply, [reply.text])
         for size in sizes(seed):
             assert read_reply(name, reply, in_pieces(reply.text, size)) == whole, (seed, size)
-        form = normal_form(*whole)
-        if not reply.is_cut:
-            assert form == normal_form(reply.reasoning, reply.content, reply.calls), seed
-        if digest(form) == known[seed]:
+        check_meaning(reply, *whole)
+        if digest(normal_form(*whole)) == known[seed]:
             counts["equal"] += 1
         else:
             assert reply.traits & DIFFERENCES.keys(), f"{seed}: {reply}"
             counts["differs by name"] += 1
     return counts
+
+
+def check_meaning(reply, reasoning, content, calls):
+    """A whole reply is what it was made of; a cut one begins so, and its end is left as it is."""
+    expected = normal_form(reply.reasoning, reply.content, reply.calls)
+    if not reply.is_cut:
+        assert normal_form(reasoning, content, calls) == expected, reply
+        return
+    assert reply.num_complete <= len(calls) <= len(reply.calls), reply
+    num_whole = max(0, len(calls) - 1)
+    assert tuple(calls[:num_whole]) == reply.calls[:num_whole], reply
+    if calls:  # tags that a cut took away are arguments that are left out
+        (name, arguments), (given, full) = calls[-1], reply.calls[num_whole]
+        assert name == given, reply
+        assert arguments.items() <= full.items() if reply.is_xml else arguments == full, reply
+    if "thoughts without a mark" in reply.traits and not reasoning:  # it was cut in them
+        assert content == reply.text, reply
+        return
+    check_beginning(reply, reasoning, reply.reasoning)
+    check_beginning(reply, content, reply.content)
+
+
+def check_beginning(reply, ours, full):
+    """A text begins as the whole one does; what it has beyond that is the reply's end."""
+    ours, full = ours.strip(), full.strip()
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, full, strict=False))
+    rest = ours[len(list(pairs)) :].strip()
+    assert reply.text.rstrip().endswith(rest), (ours, full, reply)
 
 
 class TestGenerated:
@@ -202,10 +232,10 @@ class TestThoughts:
             ("<think>a</think>b", False, Split("a", "b")),
             ("\n<think>a</think>b</think>", False, Split("a", "b</think>")),
             ("a</think>b", True, Split("a", "b")),
-            ("a</think>b", False, Split("a", "b")),
+            ("a</think>b", False, Split("", "a</think>b")),
             ("<think><think>a</think>b", False, Split("a", "b")),
             ("<think>a</think>b", True, Split("a", "b")),
-            ("a<think>b</think>c", False, Split("b", "ac")),
+            ("a<think>b</think>c", False, Split("", "a<think>b</think>c")),
             ("a</thin", True, Split("a</thin", "")),
             ("<think>a", False, Split("a", "")),
             ("a<think>b", False, Split("", "a<think>b")),
@@ -237,6 +267,35 @@ class TestThoughts:
         assert reader.feed("Yes, ") == Split("", "Yes, ")
         reader = parser("qwen3", prompt=FORMS["qwen3"].head, thinks=False)
         assert reader.feed("<think>") == Split("", "<think>")
+
+    def test_words_come_at_once_where_the_model_opens_its_thoughts(self):
+        reader = parser("qwen3", prompt=FORMS["qwen3"].head)
+        for part in ("Ye", "s", ", ", "</think>", "no"):
+            assert reader.feed(part) == Split("", part)
+
+    @pytest.mark.parametrize("name", ["deepseek", "qwen3.5"])
+    def test_words_wait_where_prompts_open_thoughts_and_this_one_does_not(self, name):
+        reader = parser(name, prompt=FORMS[name].head)
+        assert reader.feed("Yes, ") == Split("", "")
+        assert reader.feed("</think>") == Split("Yes, ", "")
+        assert reader.feed("no") == Split("", "no")
+        check(name, "Yes, no", "Yes, no", [], prompt=FORMS[name].head)
+
+    @pytest.mark.parametrize(
+        ("end", "expected"),
+        [
+            # Qwen3; Qwen3-Thinking; Qwen3.5; DeepSeek-R1 of today, and the first.
+            ("'<think>\\n\\n</think>\\n\\n' }}{%- endif %}", False),
+            ("'<|im_start|>assistant\\n<think>\\n' }}", True),
+            ("'<think>\\n\\n</think>\\n\\n' }}{% else %}{{ '<think>\\n' }}", True),
+            (deepseek("'<|Assistant|><think>\\n'}}"), True),
+            (deepseek("'<|Assistant|>'}}"), False),
+        ],
+    )
+    def test_the_chat_template_says_whether_prompts_open_them(self, end, expected):
+        history = "{{ '<think>' + message.reasoning + '</think>' }}"
+        template = history + "{%- if add_generation_prompt %}{{- " + end
+        assert find_format(template).opens_thoughts == expected
 
     def test_gemmas_are_not_content(self):
         text = "<|channel>thought\nhm\n<channel|>yes"
@@ -311,6 +370,13 @@ class TestJson:
         calls = [] if expected is None else [Call("f", expected)]
         assert parsed(parser("qwen2.5"), [text]) == (Split("", "" if calls else text), calls)
 
+    def test_a_call_of_the_prompt_is_none_of_the_reply(self):
+        block = f"<tool_call>{JSON}</tool_call>"
+        reader = parser("qwen2.5", prompt=FORMS["qwen2.5"].head + block)
+        assert parsed(reader, [f"\n{block}"]) == (Split("", ""), [ADD])
+        reader = parser("qwen2.5", prompt=FORMS["qwen2.5"].head + block[:20])
+        assert parsed(reader, [block[20:]]) == (Split("", ""), [ADD])
+
     def test_the_first_call_alone(self):
         text = f"<tool_call>{JSON}</tool_call>" * 2
         assert parsed(parser("qwen2.5", max_calls=1), [text]) == (Split("", ""), [ADD])
@@ -363,6 +429,7 @@ class TestXml:
             ("<tool_call>\n<function=f>\n<parameter=b>\n/ho",
              "<tool_call>\n<function=f>\n<parameter=b>\n/ho", []),
             ("use <function=f> to call", "use <function=f> to call", []),
+            ("use <function=f> ", "use <function=f> ", []),
         ],
     )  # fmt: skip
     def test_a_text(self, text, content, calls):
@@ -461,12 +528,13 @@ class TestWork:
             counts["calls"] += event in ("call", "c_call")
 
         reader = parser(name, prompt=FORMS[name].head)
-        watches: list[Any] = [*vars(reader).values(), *reader._closes.values()]
-        watches = [each for each in watches if isinstance(each, response_parser._Watch)]
+        found = reader._watches
+        watches = [found.plain, found.first, found.late, found.drafts, *found.closes.values()]
         with monkeypatch.context() as patch:  # other parsers share what is patched
             patch.setattr(response_parser, "_WORD", Counting(response_parser._WORD, counts))
             for watch in dict.fromkeys(watches):
                 patch.setattr(watch, "starts", Counting(watch.starts, counts))
+            gc.disable()  # what ends other tests' objects is not counted
             sys.setprofile(see)
             try:
                 for part in in_pieces(text, size):
@@ -474,6 +542,7 @@ class TestWork:
                 reader.end()
             finally:
                 sys.setprofile(None)
+                gc.enable()
         return counts
 
     @pytest.mark.parametrize("kind", HOSTILE)
@@ -483,7 +552,7 @@ class TestWork:
         for size in (4, 10**9):
             short, long = (
                 self.work(name, part * (num // len(part)), size, monkeypatch)
-                for num in (4_000, 16_000)
+                for num in (3_000, 12_000)
             )
             for what in ("calls", "characters"):
                 assert long[what] <= 4.5 * short[what] + 200, (what, size, short, long)

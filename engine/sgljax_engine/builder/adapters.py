@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from sgljax_engine.config import LORA_TARGETS, LoraConfig
-from sgljax_engine.errors import InvalidConfigError
+from sgljax_engine.errors import InvalidConfigError, InvalidRequestError
+from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.spec import ParamKind, ParamSpec
+from sgljax_engine.models.weight_rules import hf_rules
 from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.weights.adapters import (
     A_SUFFIX,
@@ -18,7 +21,8 @@ from sgljax_engine.weights.adapters import (
     empty_slots,
     plan_adapter,
 )
-from sgljax_engine.weights.rules import WeightSource
+from sgljax_engine.weights.peft_folder import read_peft_folder
+from sgljax_engine.weights.rules import WeightRule, WeightSource, check_rules
 from sgljax_engine.weights.specs import TargetSpec
 
 _WITH_SLOTS = (ParamKind.LINEAR, ParamKind.HEAD)
@@ -33,6 +37,40 @@ def check_adapters(adapters: Mapping[str, Any], lora: LoraConfig) -> None:
     for name in adapters:
         if not isinstance(name, str) or not name:
             raise InvalidConfigError(f"adapters must have names, got {name!r}")
+
+
+def adapter_source(
+    model: ModelConfig, source: Any, rules: Sequence[WeightRule] | None
+) -> WeightSource:
+    """An adapter's pairs with their rules.
+
+    Args:
+        model: The model that it changes.
+        source: A pytree, or the path of a PEFT folder.
+        rules: Rules for a pytree; None for a folder, whose weights have Hugging Face's names.
+
+    Raises:
+        WeightLoadError: for a folder that is broken, or no plain LoRA.
+        InvalidRequestError: for a pytree without rules, or a folder with rules.
+    """
+    is_folder = isinstance(source, (str, os.PathLike))
+    if is_folder != (rules is None):
+        raise InvalidRequestError(
+            "rules go with an adapter's arrays, and are needed for them; a PEFT folder has none"
+        )
+    if rules is not None:
+        return WeightSource(source, check_rules(rules))
+    found = read_peft_folder(source)
+    return WeightSource(found.arrays, (*hf_rules(model), *found.rules))
+
+
+def first_sources(model: ModelConfig, adapters: Mapping[str, Any]) -> dict[str, WeightSource]:
+    """The adapters that an engine starts with: a PEFT folder each, or a pytree and its rules."""
+    pairs = {
+        name: (given, None) if isinstance(given, (str, os.PathLike)) else given
+        for name, given in adapters.items()
+    }
+    return {name: adapter_source(model, source, rules) for name, (source, rules) in pairs.items()}
 
 
 def adapter_slots(

@@ -19,7 +19,7 @@ from sgljax_engine.observability.progress import ProgressListener, reporting
 from sgljax_engine.weights import loader
 from sgljax_engine.weights.hf_json import read_json
 from sgljax_engine.weights.hf_layout import find_weight_files
-from sgljax_engine.weights.hf_tables import HEADS, first_dtype, untie_tables
+from sgljax_engine.weights.hf_tables import HEADS, TABLES, first_dtype, untie_tables
 from sgljax_engine.weights.rules import Rule, RuleTable, WeightRule, WeightSource, check_rules
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -124,18 +124,17 @@ def folder_weights(
 ) -> WeightSource:
     """The weights of a Hugging Face folder that the rules take, still on the host.
 
-    What they ignore, such as the vision tower of a multimodal model, is not read.
+    What they ignore is not read: the vision tower of a multimodal model, and a head that is tied to
+    the embeddings, which `load_model_config` has compared.
     """
     used = hf_rules(model) if rules is None else check_rules(rules)
     table = RuleTable([rule for rule in used if isinstance(rule, Rule)])
-
-    def ignores(name: str) -> bool:
-        is_compared = rules is None and name in HEADS  # with the table that it is tied to
-        return table.ignores(name) and not is_compared
-
     files = find_weight_files(folder)
     with reporting(progress, "read weights", files.num_bytes(), "B") as advance:
-        return hf_source(model, loader.read_hf_folder(files, advance, ignores), rules)
+        arrays = loader.read_hf_folder(files, advance, table.ignores)
+        if rules is None and arrays.keys().isdisjoint(TABLES):  # then the head serves as both
+            arrays |= loader.read_hf_folder(files, ignores=lambda name: name not in HEADS)
+        return hf_source(model, arrays, rules)
 
 
 def same_model_weights(

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from sgljax_engine.checks import check_count, check_positive, is_int
+from sgljax_engine.checks import check_count, check_positive
 from sgljax_engine.checks import require as check
 from sgljax_engine.errors import InvalidConfigError, UnsupportedModelError
 from sgljax_engine.model_config import (
@@ -22,6 +22,7 @@ from sgljax_engine.model_config import (
     MoEConfig,
     RopeConfig,
 )
+from sgljax_engine.weights.hf_json import end_ids
 
 logger = logging.getLogger(__name__)
 
@@ -309,7 +310,7 @@ def dense_config(
         rms_norm_eps=number("rms_norm_eps", require(hf, "rms_norm_eps")),
         tie_word_embeddings=tied,
         context_length=require(hf, "max_position_embeddings"),
-        eos_token_ids=as_ids(hf.get("eos_token_id")),
+        eos_token_ids=end_ids(hf.get("eos_token_id")),
         attention=attention,
         final_logit_softcap=final_logit_softcap,
         per_layer_input_size=per_layer_input_size,
@@ -325,17 +326,6 @@ def number(name: str, value: Any) -> float:
     """A positive number of the config; raises InvalidConfigError for anything else."""
     check_positive(name, value)
     return float(value)
-
-
-def as_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """`eos_token_id`, which may be one id, several or none.
-
-    Raises:
-        InvalidConfigError: for anything else.
-    """
-    ids = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
-    check(all(map(is_int, ids)), "eos_token_id", value, "an id, a list of ids or null")
-    return ids
 
 
 def flag(hf: HfConfig, name: str) -> bool:

@@ -21,7 +21,9 @@ logger = logging.getLogger(__name__)
 _SMALLEST_TOP_P = 1e-9
 """Keeps the most likely token alone, as top_p 0 does in transformers."""
 
-_PLAIN = ("temperature", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens")
+_PLAIN = (
+    *("temperature", "top_k", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens"),
+)
 """Fields that have the same name and meaning here."""
 
 _READ_ELSEWHERE = frozenset({"eos_token_id", "do_sample"})
@@ -126,8 +128,6 @@ class _File:
         """Fields of SamplingParams that a field of the file asks for."""
         if name in _PLAIN:
             yield name, value
-        elif name == "top_k":
-            yield name, -1 if value == 0 else value
         elif name == "top_p":
             # transformers leaves 1 and more out.
             yield name, _SMALLEST_TOP_P if value == 0 else value

@@ -57,12 +57,22 @@ def read_end_ids(folder: str | Path) -> tuple[int, ...] | None:
             request can have.
     """
     value = read_generation_config(folder).get("eos_token_id")
-    if value is None:
-        return None
-    ids = tuple(value) if isinstance(value, list) else (value,)
+    try:
+        return None if value is None else end_ids(value)
+    except InvalidConfigError as error:
+        raise InvalidConfigError(f"{Path(folder) / 'generation_config.json'}: {error}") from None
+
+
+def end_ids(value: Any) -> tuple[int, ...]:
+    """`eos_token_id` of a config: one id, several or none.
+
+    Raises:
+        InvalidConfigError: for all that is not ids, or more than a request can have.
+    """
+    ids = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
     if not all(type(each) is int for each in ids) or len(ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidConfigError(
-            f"{Path(folder) / 'generation_config.json'}: eos_token_id must be a token id or a list "
-            f"of at most {MAX_STOP_TOKEN_IDS}, got {value!r}"
+            f"eos_token_id must be a token id, a list of at most {MAX_STOP_TOKEN_IDS} or null, got "
+            f"{value!r}"
         )
     return ids

@@ -30,6 +30,7 @@ _NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{cont
 _FUNCTION = r"<function=(?P<name>[^<>\n]+)>"
 _CHATML = "<|im_start|>assistant\n"
 _BAR = "\uff5c"
+_OPENS_THOUGHTS = re.compile(r"<think>(?!(?:\s|\\n)*</think>)")
 _THINK = {"open": "<think>", "close": "</think>"}
 
 
@@ -137,10 +138,13 @@ class ReplyFormat(NamedTuple):
         template: What stands where.
         only_known: Whether calls must be of tools that were given: nothing else tells them from
             other text.
+        opens_thoughts: Whether the chat template's prompts may end in the mark that opens thoughts:
+            models leave it out then, even where it is missing.
     """
 
     template: ResponseTemplate
     only_known: bool = False
+    opens_thoughts: bool = False
 
 
 class ReplyReading:
@@ -200,6 +204,7 @@ class ReplyReading:
             names=self._schemas if self._format.only_known else None,
             dropped=self._dropped,
             thinks=self._thinks,
+            waits=self._format.opens_thoughts,
             max_calls=max_calls,
         )
 
@@ -221,14 +226,15 @@ def find_format(chat_template: str | None, own: Any = None) -> ReplyFormat:
 
 @functools.lru_cache(maxsize=64)
 def _found(chat_template: str, own: str | None) -> ReplyFormat:
+    opens = _OPENS_THOUGHTS.search(chat_template.rpartition("add_generation_prompt")[2]) is not None
     if own is not None:
         try:
-            return ReplyFormat(load_template(json.loads(own)))
+            return ReplyFormat(load_template(json.loads(own)), opens_thoughts=opens)
         except InvalidConfigError as error:
             _log.warning("%s; replies are read as the chat template says", error)
     template = known_template(chat_template)
     is_llama = template["fields"].get(CALLS) == _TOOLS["llama"]
-    return ReplyFormat(load_template(template), only_known=is_llama)
+    return ReplyFormat(load_template(template), only_known=is_llama, opens_thoughts=opens)
 
 
 def known_template(text: str) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 import regex
 
@@ -39,9 +39,11 @@ _FIELD_KEYS = frozenset(
     ]
 )
 _TOKEN = regex.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", regex.DOTALL)
-_GROUP = regex.compile(r"\((?:\?:|\?=|\?P<\w+>)")
 _SPACE = regex.compile(r"^(?:\\[sn][*?])+")
-_SPECIAL = frozenset(".^$*+?{}()|")
+_OTHER_TEXT = "\0 \n0Zz"
+"""Characters of many kinds: what may begin with each of them may begin with anything."""
+_MAX_STARTS = 16
+"""Literal texts that are looked for longer ones for."""
 _ARGS = frozenset(
     {"strip", "unquoted_keys", "string_delims", "allow_non_json", "tag_pattern", "value_parser"}
 )
@@ -56,23 +58,25 @@ class Mark:
         starts: Literal texts; each match begins with one of them.
         pattern: Matches the mark.
         growing: With `partial=True`, matches where later text may change the match; None where
-            no text can.
+            the mark is one of `starts`, and none of them begins with another.
     """
 
     starts: tuple[str, ...]
     pattern: regex.Pattern[str]
     growing: regex.Pattern[str] | None
 
-    def match(
-        self, text: str, start: int, *, is_end: bool
-    ) -> regex.Match[str] | Literal[True] | None:
+    def match(self, text: str, start: int, *, is_end: bool) -> regex.Match[str] | bool | None:
         """The match at a place; None without one, and True while later text decides."""
-        stop, open_text = start + MAX_MARK, self.growing or self.pattern
-        if not is_end and len(text) <= stop:
-            found = open_text.match(text, start, partial=True)
+        if not is_end and len(text) <= start + MAX_MARK:
+            found = (self.growing or self.pattern).match(text, start, partial=True)
             if found and (found.partial or self.growing):
                 return True
-        return self.pattern.match(text, start, stop)
+        return self.pattern.match(text, start, start + MAX_MARK)
+
+    def may_go_on(self, text: str, start: int) -> bool:
+        """Whether the text behind a place is the beginning of such a mark."""
+        rest = text[start:].strip() if len(text) <= start + MAX_MARK else text
+        return any(each.startswith(rest) for each in self.starts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,8 +85,8 @@ class Field:
 
     Attributes:
         open: None for the text outside of all others.
-        tag_starts: What the tags of arguments begin with, where these are XML.
-        tag_end: What they end with, as far as it is known.
+        tags: What stands behind its opening mark, where arguments are XML; None elsewhere.
+        tag_end: What an argument ends with, as far as it is known.
     """
 
     name: str
@@ -92,7 +96,7 @@ class Field:
     args: Mapping[str, Any]
     transform: Any
     each: bool
-    tag_starts: tuple[str, ...]
+    tags: Mark | None
     tag_end: str
 
     @property
@@ -150,23 +154,29 @@ def _field(name: str, given: Mapping[str, Any]) -> Field:
     opening = _mark(given, "open")
     _check(opening is not None or kind == CONTENT, f"field {name!r} has no open")
     _check(not given.get("join"), f"field {name!r} has join={given.get('join')!r}")
-    args = given.get("content_args", {})
+    args = dict(given.get("content_args", {}))
+    args["string_delims"] = tuple(map(tuple, args.get("string_delims", ())))
     _check(args.keys() <= _ARGS, f"field {name!r} has content_args beside {sorted(_ARGS)}")
     inner = args.get("value_parser", {}).get("name", "text")
     _check(inner in ("text", "json"), f"field {name!r} has value_parser {inner!r}")
     tags = args["tag_pattern"] if form == "xml-inline" else ""
-    end = regex.search(r"</\w+>", tags)
+    end, closing = regex.search(r"</\w+>", tags), _mark(given, "close")
     return Field(
         name=str(kind),
         open=opening,
-        close=_mark(given, "close"),
+        close=closing,
         form=form,
         args=args,
         transform=given.get("transform"),
         each=given.get("transform_each", False),
-        tag_starts=tuple(starts_of(_SPACE.sub("", tags))) if tags else (),
+        tags=_tags(tags, closing) if tags else None,
         tag_end=end[0] if end else "",
     )
+
+
+def _tags(pattern: str, closing: Mark | None) -> Mark:
+    ends = () if closing is None else closing.starts
+    return literal_mark(list(dict.fromkeys([*starts_of(_SPACE.sub("", pattern)), *ends])))
 
 
 def _anchor(given: Mapping[str, Any]) -> regex.Pattern[str]:
@@ -185,8 +195,11 @@ def _mark(given: Mapping[str, Any], key: str) -> Mark | None:
         return None
     # Space before a mark is the parser's business, and would make each search quadratic.
     pattern = "|".join(_SPACE.sub("", part) for part in _alternatives(pattern))
+    starts = starts_of(pattern)
+    if list(map(regex.escape, starts)) == [pattern]:
+        return literal_mark(starts)
     return Mark(
-        starts=tuple(dict.fromkeys(starts_of(pattern))),
+        starts=tuple(dict.fromkeys(starts)),
         pattern=regex.compile(pattern, regex.DOTALL),
         growing=regex.compile(f"(?:{pattern})\0", regex.DOTALL),  # never matches whole
     )
@@ -201,29 +214,26 @@ def literal_mark(texts: list[str]) -> Mark:
     return Mark(starts=tuple(texts), pattern=regex.compile(pattern), growing=growing)
 
 
-def starts_of(pattern: str) -> Iterator[str]:
+def starts_of(pattern: str) -> list[str]:
     """The literal texts that a pattern's matches begin with.
 
     Raises:
         ValueError: for a pattern whose matches may begin with anything.
     """
-    for part in _alternatives(pattern):
-        start = ""
-        if group := _GROUP.match(part):
-            inner, behind = _inside(part[group.end() :])
-            _check(behind[:1] not in ("?", "*", "{"), f"{part!r} has no literal start")
-            yield from starts_of(inner)
-            continue
-        for token in _TOKEN.findall(part):
-            if token in ("*", "?", "{"):
-                start = start[:-1]
-            literal = token[1:] if token[0] == "\\" else token
-            is_literal = not literal.isalnum() if token[0] == "\\" else token not in _SPECIAL
-            if not is_literal or len(literal) != 1:
-                break
-            start += literal
-        _check(bool(start), f"{part!r} has no literal start")
-        yield start
+    compiled = regex.compile(pattern, regex.DOTALL)
+    letters = sorted({*pattern, *_OTHER_TEXT})
+
+    def grown(start: str) -> list[str]:
+        more = [a for a in letters if compiled.match(start + a, partial=True)]
+        is_all = compiled.match(start) or not set(_OTHER_TEXT).isdisjoint(more)
+        return [start] if is_all else [start + letter for letter in more]
+
+    starts: list[str] = []
+    longer = [""]
+    while longer != starts and len(longer) <= _MAX_STARTS:
+        starts, longer = longer, [text for start in longer for text in grown(start)]
+    _check(bool(starts) and all(starts), f"{pattern!r} has no literal start")
+    return starts
 
 
 def _alternatives(pattern: str) -> list[str]:
@@ -236,14 +246,3 @@ def _alternatives(pattern: str) -> list[str]:
         else:
             parts[-1] += token
     return parts
-
-
-def _inside(text: str) -> tuple[str, str]:
-    """Divides a text behind an opening bracket at the closing one."""
-    inner, depth = "", 1
-    for token in _TOKEN.findall(text):
-        depth += (token == "(") - (token == ")")
-        if depth == 0:
-            break
-        inner += token
-    return inner, text[len(inner) + 1 :]

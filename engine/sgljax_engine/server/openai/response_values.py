@@ -7,12 +7,12 @@ import functools
 import json
 import math
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import regex
 
-from sgljax_engine.server.openai.response_template import Field
+from sgljax_engine.server.openai.response_template import MAX_MARK, Field
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON schema of each tool's parameters, by the tool's name."""
@@ -38,6 +38,17 @@ class Call(NamedTuple):
         }
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):  # 1e999, NaN
+        raise ValueError(f"{text} is no JSON")
+    return value
+
+
+_DECODER = json.JSONDecoder(strict=False, parse_float=_finite, parse_constant=_finite)
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+
+
 def read_json(text: str) -> Any:
     """The value of a JSON text; line breaks inside of strings are allowed.
 
@@ -45,11 +56,9 @@ def read_json(text: str) -> Any:
         ValueError: for anything that is not JSON, NaN included.
     """
     try:
-        value = json.loads(text, strict=False, parse_constant=_refuse_constant)
-        json.dumps(value, allow_nan=False)  # 1e999 is read as infinity
+        return _DECODER.decode(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    return value
 
 
 class JsonEnd:
@@ -63,7 +72,7 @@ class JsonEnd:
         position: Up to where the text was looked at.
     """
 
-    def __init__(self, start: int, delims: Iterable[tuple[str, str]] = ()) -> None:
+    def __init__(self, start: int, delims: tuple[tuple[str, str], ...] = ()) -> None:
         """Starts before the first character.
 
         Args:
@@ -74,56 +83,55 @@ class JsonEnd:
         self.is_broken = False
         self.position = start
         self._depth = 0
-        self._closing = ""  # of the open string
-        self._delims, self._patterns = _json_marks(tuple((a, b) for a, b in delims))
-
-    def shift(self, by: int) -> None:
-        """Says that characters before it were dropped."""
-        self.position -= by
-        self.end = None if self.end is None else self.end - by
+        self._marks = _json_marks(delims)
+        self._next = self._marks.first
 
     def scan(self, text: str) -> None:
         """Looks at more of it; `text` has all of it so far."""
-        while self.end is None and not self.is_broken and self.position < len(text):
-            if self._depth == 0 and (text[self.position] not in "{["):
-                self.is_broken = not text[self.position].isspace()
-                self.position += not self.is_broken
-                continue
-            pattern = self._patterns[self._closing]
-            found = pattern.search(text, self.position, partial=len(self._delims) > 1)
+        first, outside, strings, beginnings = self._marks
+        while self.end is None and not self.is_broken:
+            found = self._next.search(text, self.position, partial=True)
             self.position = len(text) if found is None else found.start()
             if found is None or found.partial:
                 return
-            if found[0] == "\\" and found.end() == len(text):
+            mark = found[0]
+            if self._next is not first and self._next is not outside:  # in a string
+                self._next = self._next if mark[0] == "\\" else outside
+            elif mark in "{[":
+                self._next, self._depth = outside, self._depth + 1
+            elif self._next is first or mark in "<\\":  # JSON has neither outside of strings
+                self.is_broken = text[self.position : self.position + MAX_MARK] not in beginnings
                 return
-            if found[0] == "<" and any(d.startswith(text[self.position :]) for d in self._delims):
-                return
+            elif mark in "}]":
+                self._depth -= 1
+                self.end = found.end() if self._depth == 0 else None
+            else:
+                self._next = strings.get(mark, outside)  # a whole string, mostly
             self.position = found.end()
-            self._take(found[0])
 
-    def _take(self, mark: str) -> None:
-        if self._closing:
-            self.position += mark == "\\"
-            self._closing = self._closing if mark == "\\" else ""
-        elif mark in self._delims:
-            self._closing = self._delims[mark]
-        elif mark in "<\\":  # JSON has neither outside of strings
-            self.position, self.is_broken = self.position - 1, True
-        else:
-            self._depth += 1 if mark in "{[" else -1
-            self.end = self.position if self._depth == 0 else None
+
+class _JsonMarks(NamedTuple):
+    """What to look for at the start, outside of strings, and in the string that a mark opens.
+
+    `beginnings` has unfinished opening marks.
+    """
+
+    first: regex.Pattern[str]
+    outside: regex.Pattern[str]
+    strings: Mapping[str, regex.Pattern[str]]
+    beginnings: frozenset[str]
 
 
 @functools.cache
-def _json_marks(
-    delims: tuple[tuple[str, str], ...],
-) -> tuple[Mapping[str, str], Mapping[str, regex.Pattern[str]]]:
-    """What closes each string, and what to look for in it; outside of strings that is for ""."""
-    closings = {'"': '"', **dict(delims)}
-    openings = "|".join(map(regex.escape, sorted(closings, key=len, reverse=True)))
-    patterns = {closing: regex.compile(regex.escape(closing)) for closing in closings.values()}
-    outside = regex.compile(openings + r"|[{}\[\]<\\]")
-    return closings, {**patterns, '"': regex.compile(r'["\\]'), "": outside}
+def _json_marks(delims: tuple[tuple[str, str], ...]) -> _JsonMarks:
+    strings = {a: regex.compile(regex.escape(b)) for a, b in delims}
+    openings = "|".join(map(regex.escape, [*strings, '"']))
+    return _JsonMarks(
+        regex.compile(r"\S"),
+        regex.compile(r'"(?:[^"\\]++|\\.)*+"|' + openings + r"|[{}\[\]<\\]", regex.DOTALL),
+        {'"': regex.compile(r'\\.|"', regex.DOTALL), **strings},
+        frozenset(a[:size] for a in strings for size in range(1, len(a))),
+    )
 
 
 _compile = functools.cache(regex.compile)
@@ -132,26 +140,24 @@ _compile = functools.cache(regex.compile)
 def read_calls(
     field: Field, text: str, captures: Mapping[str, str], schemas: Schemas
 ) -> list[Call]:
-    """The calls that a field's text means.
+    """The calls that a field's text means; empty where it is no call.
 
     Args:
         field: The field of the calls.
         text: What stands between its marks.
         captures: Named groups of the marks.
         schemas: What the arguments are cast by.
-
-    Raises:
-        ValueError: when the text is no such call.
     """
-    value = _FORMS[field.form](text, field.args)
-    values = value if isinstance(value, list) else [value]
-    if field.transform is not None and field.each:
-        values = [_transformed(field.transform, {**captures, **item}) for item in values]
-    elif field.transform is not None:
-        values = [_transformed(field.transform, {**captures, "content": value})]
-    if not values:
-        raise ValueError("there is no call")
-    return [_call(each, schemas) for each in values]
+    try:
+        value = _FORMS[field.form](text, field.args)
+        values = value if isinstance(value, list) else [value]
+        if field.transform is not None and field.each:
+            values = [_transformed(field.transform, {**captures, **item}) for item in values]
+        elif field.transform is not None:
+            values = [_transformed(field.transform, {**captures, "content": value})]
+        return [_call(each, schemas) for each in values]
+    except (ValueError, TypeError, KeyError, RecursionError, TimeoutError):
+        return []
 
 
 def _call(value: Any, schemas: Schemas) -> Call:
@@ -174,7 +180,7 @@ def _call(value: Any, schemas: Schemas) -> Call:
             key: _cast(given, _types(properties.get(key), schema.get("$defs", {})))
             for key, given in arguments.items()
         }
-    text = json.dumps(arguments, ensure_ascii=False)
+    text = _ENCODER.encode(arguments)
     if not text.isascii() and regex.search(r"[\ud800-\udfff]", text):  # no UTF-8 has these
         text = json.dumps(arguments)
     return Call(name.strip(), text)
@@ -238,7 +244,7 @@ def _container(kind: type) -> Callable[[str], Any]:
             value = read_json(text)
         except ValueError:
             value = ast.literal_eval(text)
-            json.dumps(value, allow_nan=False)
+            _ENCODER.encode(value)
         if not isinstance(value, kind):
             raise ValueError(text)
         return value
@@ -312,7 +318,3 @@ def _transformed(transform: Any, scope: Mapping[str, Any]) -> Any:
             raise ValueError(f"there is no {transform}")
         value = value[key]
     return value
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
