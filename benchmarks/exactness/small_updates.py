@@ -26,12 +26,12 @@ from flax import nnx
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
 from tunix.rl.rollout.base_rollout import RolloutConfig
+from tunix_sgljax.bench.models import make_tunix_model
+from tunix_sgljax.bench.shapes import MODELS, PAD_ID, IdTokenizer
 
 from benchmarks.lib.reporting import make_parser, output_dir, write_results
 from benchmarks.lib.turns import speed_table, take_turns
 from tunix_sgljax import SglJaxRollout
-from tunix_sgljax.bench.models import make_tunix_model
-from tunix_sgljax.bench.shapes import MODELS, PAD_ID, IdTokenizer
 from tunix_sgljax.exactness.trainer_match import trainer_logps
 
 MODEL, RANK, ALPHA = "tiny", 8, 16.0
