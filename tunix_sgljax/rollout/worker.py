@@ -39,6 +39,7 @@ from tunix_sgljax.rollout.generating import (
     scored_sequences,
     to_rollout_output,
 )
+from tunix_sgljax.rollout.noise import Noise
 from tunix_sgljax.rollout.prompts import PromptEncoder
 from tunix_sgljax.rollout.sampler import RolloutSampler
 from tunix_sgljax.rollout_config import engine_options
@@ -149,6 +150,7 @@ class SglJaxRollout(BaseRollout):
         self._mesh = None if mesh is None or mesh.empty else check_axis_types(mesh)
         extra_params = sampling.check_extra_params(sampling_params or {})
         self._sampling = SamplingReader(extra_params, self.eos_id())
+        self._noise = Noise(self._sampling)
         self._given_logprobs_mode = sampling.check_logprobs_mode(logprobs_mode)
         self._match: TrainerMatch | None = None
         match_batch_size = sampling.check_match_batch_size(match_batch_size, logprobs_mode)
@@ -200,6 +202,7 @@ class SglJaxRollout(BaseRollout):
                 engine than the one already built; for a config that is longer than the context.
         """
         cluster = find_cluster()
+        self._noise.follow(cluster)
         self._observers.expect_trainer(cluster is not None)
         self._batch_advice = micro_batch_advice(cluster)
         self._joins_calls = joins_calls(cluster)
@@ -428,7 +431,9 @@ class SglJaxRollout(BaseRollout):
             yield outputs
 
     def _row_params(self, config: RolloutConfig, count: int) -> list[SamplingParams]:
-        shows_special_tokens = self.engine.can_show_special_tokens
+        engine = self.engine
+        self._noise.go_on(engine)
+        shows_special_tokens = engine.can_show_special_tokens
         return self._sampling.row_params(config, count, shows_special_tokens=shows_special_tokens)
 
     def get_ref_per_token_logps(
