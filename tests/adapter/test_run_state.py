@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from typing import Any
 
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
@@ -12,7 +13,9 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft.checkpoint_manager import CheckpointManager
 
 from sgljax_engine.processing.seeds import SeedSource
+from tunix_sgljax.checkpoints.data_place import DataPlace
 from tunix_sgljax.checkpoints.run_state import keep_state, restored_state
+from tunix_sgljax.long_tail.feed import ROW, PromptFeed
 from tunix_sgljax.rollout.generating import SamplingReader
 
 
@@ -57,6 +60,72 @@ class TestCheckpoints:
         before = trainer.checkpoint_manager
         keep_state(trainer, "place", dict)
         assert trainer.checkpoint_manager is before
+
+
+def read_all(place: DataPlace, prompts: list[str]) -> DataPlace:
+    for prompt in prompts:
+        place.read(prompt)
+    return place
+
+
+class TestPlace:
+    def test_rows_out_of_order(self):
+        place = DataPlace()
+        place.use([0, 1, 4], [2, 6])
+        kept = place.to_json()
+        assert (kept["below"], kept["above"], kept["dropped"]) == (3, [4, 6], True)
+        again = DataPlace(99, kept)
+        assert [number for number in range(8) if number in again] == [0, 1, 2, 4, 6]
+        again.use([3])
+        assert (again.num_below, again.to_json()["above"]) == (5, [6])
+
+    @pytest.mark.parametrize(
+        ("prompts", "message"),
+        [
+            (["a", "b", "c", "d"], ""),
+            (["b", "a", "c"], "the first 3 prompts of train_ds are not those"),
+            (["a", "bc", ""], "the first 3 prompts of train_ds are not those"),
+            (["a", "b"], "train_ds has 2 rows; the checkpoint was trained with at least 3"),
+        ],
+    )
+    def test_other_data_is_told(self, caplog, prompts, message):
+        kept = read_all(DataPlace(), ["a", "b", "c"]).to_json()
+        place = read_all(DataPlace(kept=kept), prompts)
+        place.end()
+        place.end()
+        assert caplog.text.count(message) == 1 if message else not caplog.records
+
+
+def batches(num_rows: int, size: int) -> list[dict[str, Any]]:
+    rows = np.arange(num_rows)
+    return [{"prompts": rows[i : i + size].astype(str)} for i in range(0, num_rows, size)]
+
+
+class TestFeed:
+    def test_gives_what_was_read_but_not_used_first(self):
+        place = DataPlace(2)
+        place.use([3, 5])
+        feed = PromptFeed(batches(12, 4), place)
+        assert feed.has_batch()
+        assert [row.number for row in feed.take_early(1, is_owed=True)] == [2]
+        assert [batch[ROW].tolist() for batch in feed] == [[4, 6, 7, 8], [9, 10, 11, 2]]
+
+    def test_batches_may_have_another_size(self):
+        place = DataPlace(4)
+        place.use([6])
+        sizes = [batch[ROW].tolist() for batch in PromptFeed(batches(12, 3), place)]
+        assert sizes == [[4, 5, 7], [8, 9, 10], [11]]
+
+    def test_after_dropped_rows_only_whole_batches_come(self):
+        place = DataPlace()
+        place.use([0, 1, 2, 3], [4])
+        assert [batch[ROW].tolist() for batch in PromptFeed(batches(12, 4), place)] == [
+            [5, 6, 7, 8]
+        ]
+        assert not PromptFeed(batches(8, 4), place).has_batch()
+
+    def test_nothing_is_left(self):
+        assert not PromptFeed(batches(4, 2), DataPlace(4)).has_batch()
 
 
 class TestNoise:
