@@ -92,4 +92,4 @@ def submit(engine: Engine, command: cmd.Command) -> None:
 
 def seeds(engine: Engine) -> SeedSource:
     """What requests without a seed get theirs from."""
-    return engine._requests._seeds
+    return engine._requests.seeds

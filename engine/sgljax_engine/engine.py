@@ -228,6 +228,21 @@ class Engine:
         """
         return self._defaults
 
+    @property
+    def num_seeds_drawn(self) -> int:
+        """Seeds that requests without one have drawn from `random_seed`; any thread."""
+        return self._requests.seeds.num_drawn
+
+    def skip_seeds_to(self, num_drawn: int) -> None:
+        """Skips seeds until so many are drawn, as an earlier process left `random_seed`.
+
+        Does nothing if they are already drawn. Takes about 1 us a seed. Any thread.
+
+        Args:
+            num_drawn: What `num_seeds_drawn` was.
+        """
+        self._requests.seeds.skip_to(num_drawn)
+
     def get_internal_state(self) -> EngineState:
         """Queue sizes, free KV tokens and counters, read between two dispatches."""
         return self._calls.ask(cmd.GetState)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import random
 import types
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from tests.devices import run_python
 from tests.threads import LIMIT_S, start, wait_for
 from tunix_sgljax import OverSampling
+from tunix_sgljax.checkpoints.data_place import DataPlace
 from tunix_sgljax.long_tail.asking import GroupSource
 from tunix_sgljax.long_tail.columns import join_rows, repeated
 from tunix_sgljax.long_tail.early_ends import sample_group
@@ -193,13 +195,26 @@ class OverSamplingMachine(RuleBasedStateMachine):
         )
         self.rollout: Any = ModelRollout(seed)
         self.batch_size, self.num_prompts = batch_size, batch_size * num_batches
-        numbers = np.arange(self.num_prompts).reshape(num_batches, batch_size)
-        self.feed = PromptFeed({"prompts": each.astype(str), "row": each} for each in numbers)
+        self.trained: list[int] = []
+        self.dropped: list[int] = []
+        self.num_steps = 0
+        self.has_stepped = False
+        self.start(None)
+        self.save()
+
+    def start(self, kept: dict[str, Any] | None) -> None:
+        """Starts the first process, or another one where a checkpoint was."""
+        numbers = np.arange(self.num_prompts).reshape(-1, self.batch_size)
+        batches = ({"prompts": each.astype(str), "row": each} for each in numbers)
+        self.feed = PromptFeed(batches, DataPlace(kept=kept))
+        self.is_over = not self.feed.has_batch()
         self.groups = GroupsInFlight(self.rollout, self.config, NUM_SAMPLES, columns_of)
         self.source = GroupSource(self.feed, self.groups)
-        self.trained: list[int] = []
-        self.num_steps = self.num_dropped = 0
-        self.is_over = self.has_stepped = False
+
+    def save(self) -> None:
+        """What is kept beside the weights, and what is in them."""
+        self.kept = json.dumps(self.feed.place.to_json())
+        self.saved = ([*self.trained], [*self.dropped], self.num_steps)
 
     @precondition(lambda self: not self.is_over)
     @rule(pace=st.sampled_from([1.0, 0.5, 0.1]), is_evaluated=st.booleans())
@@ -221,12 +236,13 @@ class OverSamplingMachine(RuleBasedStateMachine):
         self.source.ask(numbers, RolloutConfig())
         assert count == self.batch_size
         assert len(self.groups) <= max(self.config.num_asked(count), count)
-        taken = self.groups.take(count)
+        taken = self.source.take(count)
         assert len(taken) == count
         for group in taken:
             self.check(group)
         self.trained += columns_of([group.row for group in taken])["row"][::NUM_SAMPLES].tolist()
-        self.num_dropped += 0 if self.config.keeps_prompts else self.groups.num_ended
+        if not self.config.keeps_prompts:
+            self.dropped += [group.row.number for group in self.groups.ended]
         self.num_steps += 1
         self.has_stepped = True
 
@@ -245,11 +261,24 @@ class OverSamplingMachine(RuleBasedStateMachine):
         assert group.num_aborts <= (self.config.max_age if self.config.unfinished == "abort" else 0)
 
     @precondition(lambda self: self.has_stepped)
-    @rule()
-    def update_weights(self):
-        """Once a step at most, as Tunix does."""
+    @rule(is_saved=st.sampled_from([True, True, True, False]))
+    def update_weights(self, is_saved):
+        """Once a step at most, as Tunix does, perhaps with a checkpoint."""
         self.rollout.weight_version += 1
         self.has_stepped = False
+        if is_saved:
+            self.save()
+
+    @precondition(lambda self: self.saved[2] and not self.is_over)
+    @rule()
+    def die_and_resume(self):
+        """Nothing is left but the checkpoint."""
+        self.groups.close()
+        trained, dropped, self.num_steps = self.saved
+        self.trained, self.dropped = [*trained], [*dropped]
+        self.has_stepped = False
+        self.rollout.weight_version = 0
+        self.start(json.loads(self.kept))
 
     @rule()
     def evaluate(self):
@@ -270,7 +299,8 @@ class OverSamplingMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_trained_twice(self):
         assert len(self.trained) == self.num_steps * self.batch_size
-        rows = self.trained + [group.row.number for group in self.groups._groups]
+        in_work = [group.row.number for group in self.groups._groups]
+        rows = self.trained + self.dropped + in_work
         assert len(set(rows)) == len(rows)
 
     @invariant()
@@ -291,12 +321,12 @@ class OverSamplingMachine(RuleBasedStateMachine):
         while not self.is_over:
             self.step(1.0, False)
             if not self.is_over:
-                self.update_weights()
+                self.update_weights(False)
         if self.config.keeps_prompts:
             assert sorted(self.trained) == list(range(self.num_prompts))
         else:
-            assert self.num_dropped + len(self.trained) <= self.num_prompts
-            assert self.num_prompts - self.num_dropped - len(self.trained) < self.batch_size
+            num_used = len(self.dropped) + len(self.trained)
+            assert num_used <= self.num_prompts < num_used + self.batch_size
         self.groups.close()
         assert not self.rollout.num_live
         assert not self.rollout.is_paused

@@ -142,10 +142,6 @@ def test_wrong_type_names_key_value_and_type(tmp_path, override, message):
         (f"{MESH}.axis_names=[data,tp]", f"{MESH}.axis_names must be fsdp and tp"),
         (f"{MESH}.shape=[3,1]", "3 devices along fsdp, which must divide the 8 rows"),
         (
-            f"{TRAINING}.checkpoint_root_directory=x grpo_config.num_iterations=2",
-            "must be null with num_iterations 2",
-        ),
-        (
             "rollout_engine=vanilla over_sampling.factor=1.5",
             "over_sampling must be null unless rollout_engine is 'sgljax', got 'vanilla'",
         ),

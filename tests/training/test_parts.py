@@ -36,7 +36,7 @@ from tunix_sgljax.training.models import (
     load_tokenizer,
     make_critic,
 )
-from tunix_sgljax.training.report import StepRecord, write_json
+from tunix_sgljax.training.report import EvalRecord, RecordFile, StepRecord, write_json
 from tunix_sgljax.training.rewards import BUILT_IN, whole_numbers
 from tunix_sgljax.training.schema import MeshConfig, ModelSection, RolloutModelSection, TaskSection
 from tunix_sgljax.training.task import batches, load_task
@@ -141,6 +141,24 @@ def test_records_survive_a_full_disk(tmp_path, config):
     assert list(path.parent.iterdir()) == [path]
     write_json(path, config, [record, record])
     assert len(json.loads(path.read_text())["steps"]) == 2
+
+
+def test_records_of_a_resumed_run_stand_behind_the_earlier_ones(tmp_path, config, caplog):
+    path = tmp_path / "records.json"
+    first = RecordFile(path, config, 0)
+    steps = [StepRecord(step, step / 10, 1.0, 8, 2.0, 0) for step in (1, 2, 3)]
+    first.update(steps, [EvalRecord(0, 0.1), EvalRecord(2, 0.2), EvalRecord(3, 0.3)])
+    again = StepRecord(3, 0.9, 1.0, 8, 2.0, 0)
+    RecordFile(path, config, 2).update([again], [EvalRecord(2, 0.7)])  # step 3 was lost
+    content = json.loads(path.read_text())
+    assert content["steps"] == [each._asdict() for each in (*steps[:2], again)]
+    assert [tuple(each.values()) for each in content["evaluations"]] == [(0, 0.1), (2, 0.7)]
+    RecordFile(path, config, 0).update([again], [])  # a run of its own
+    assert len(json.loads(path.read_text())["steps"]) == 1
+    assert not caplog.records
+    path.write_text("{}")
+    RecordFile(path, config, 2).update([again], [])
+    assert "holds no records that could be kept" in caplog.text
 
 
 def test_batches_use_each_row_once_an_epoch():

@@ -1,6 +1,7 @@
 """The command `train`, from a config file to its files: GRPO, PPO, both engines, resuming."""
 
 import json
+import shutil
 import signal
 
 import numpy as np
@@ -190,25 +191,36 @@ def test_resumes_from_the_newest_checkpoint(tmp_path, capsys):
         rl_training_config__checkpoint_root_directory=str(checkpoints),
         rl_training_config__mini_batch_size=1,
         rl_training_config__checkpointing_options={"save_interval_steps": 100},
-        grpo_config={"num_generations": 4, "beta": 0.0},
+        grpo_config={"num_generations": 4, "beta": 0.0, "num_iterations": 2},
     )
     assert train(path, "num_batches=1") == 0
     check_steps(read_records(tmp_path), [1], [1])  # two mini-batches
-    assert (checkpoints / "actor/2").is_dir()
-    assert train(path, "show_sample_every_n_steps=2") == 0
-    check_steps(read_records(tmp_path), [2], [1])
-    assert steps_of_samples(tmp_path) == [1] * 8 + [2] * 8  # not computed
-    assert capsys.readouterr().out.count("sample of step 2, reward ") == 1
     assert (checkpoints / "actor/4").is_dir()
-    capsys.readouterr()
-    assert train(path) == 0
-    assert "nothing to train: the checkpoint holds 2 steps of 2" in capsys.readouterr().out
+    assert "resuming" not in capsys.readouterr().out
+    assert train(path, "show_sample_every_n_steps=2") == 0
+    check_steps(read_records(tmp_path), [1, 2], [1, 1])
+    rows = read_samples(tmp_path)
+    assert [row["step"] for row in rows] == [1] * 8 + [2] * 8  # not computed
+    prompts = [row["prompts"] for row in tiny_task.rows(4)]
+    assert [row["prompt"] for row in rows[::4]] == prompts, "each once"
+    texts = [row["completion"] for row in rows if len(row["completion"].split()) > 5]
+    assert len(set(texts)) == len(texts) > 4, "the second run began its noise again"
+    output = capsys.readouterr().out
+    assert f"resuming from step 1 of 2 (checkpoint {checkpoints}/actor/4)\n" in output
+    assert output.count("sample of step 2, reward ") == 1
+    assert (checkpoints / "actor/8").is_dir()
+    held_out = ("task.eval_dataset=tiny_task:rows", "task.eval_dataset_args={num: 2}")
+    every = "rl_training_config.eval_every_n_steps=1"
+    assert train(path, "num_batches=1", *held_out, every) == 0
+    output = capsys.readouterr().out
+    assert "nothing to train: the checkpoint holds 2 steps of 1" in output
+    assert "held out, after 2 steps, the checkpoint's weights: 0." in output
 
 
 @pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")
 @pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")  # when reading heads
-def test_ppo_trains_policy_and_critic(tmp_path):
+def test_ppo_trains_policy_and_critic(tmp_path, caplog):
     path = write_config(
         tmp_path,
         training_mode="ppo",
@@ -224,6 +236,9 @@ def test_ppo_trains_policy_and_critic(tmp_path):
     heads = {step: value_head(tmp_path / "checkpoints/critic", step) for step in (1, 2)}
     assert heads[1].shape == (32, 1)
     assert np.abs(heads[1] - heads[2]).max() > 0
+    shutil.rmtree(tmp_path / "checkpoints/critic/2")  # as if it had died between the two
+    assert train(path) == 0
+    assert "the policy resumes from update 2, but the critic from 1" in caplog.text
 
 
 def value_head(folder, step):

@@ -104,6 +104,10 @@ def _train(config: TrainConfig, timeline: Path | None, *, is_quiet: bool) -> int
         warnings.filterwarnings("ignore", "scatter inputs", FutureWarning)
         result = run_training(
             config,
+            on_resume=lambda resumed: emit(
+                f"resuming from step {resumed.num_done} of {config.num_steps} "
+                f"(checkpoint {resumed.folder})"
+            ),
             on_step=(lambda record: None) if is_quiet else StepLines(config.num_steps),
             on_eval=(lambda record: None) if is_quiet else print_eval,
             on_sample=lambda sample: None if is_quiet else print_line(describe_sample(sample)),
@@ -129,6 +133,8 @@ def _tell(config: TrainConfig, result: RunResult) -> None:
             f"{config.num_steps}"
         )
     for record in result.evals:
-        emit(f"held out, after {record.num_steps} steps: {record.reward:.3f}")
+        is_restored = result.resumed_from and record.num_steps == result.resumed_from
+        whose = ", the checkpoint's weights" if is_restored else ""
+        emit(f"held out, after {record.num_steps} steps{whose}: {record.reward:.3f}")
     if result.file is not None:
         emit(f"wrote {result.file}, and samples.jsonl beside it: every completion with its reward")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import functools
+import itertools
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +25,7 @@ from tunix.rl.agentic.pipeline.rollout_orchestrator import RolloutOrchestrator
 from tunix.rl.agentic.utils import right_pad
 
 from sgljax_engine import InvalidConfigError
+from tunix_sgljax.checkpoints.data_place import DataPlace, restored_place
 from tunix_sgljax.in_flight.episodes import (
     FAILED_EPISODES,
     EpisodeError,
@@ -151,6 +154,10 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
         self._turns: list[tuple[int, int]] = []  # of an episode: later ones, tokenised again
         self._training_thread: int | None = None
         self._has_warned = False
+        self._place = DataPlace()
+        self._first_group = 0  # Tunix numbers groups on from the steps of the checkpoint
+        self._row_numbers: list[int] = []  # of the groups, in order
+        self._group_ids: collections.deque[int] = collections.deque()  # of examples in the queue
         self._prompt_queue: Any = None
         self._lags: list[dict[str, float]] = []  # of this step's examples; training thread
         self._versions = PolicyVersions(rollout.weight_version, self.policy_version)
@@ -166,12 +173,15 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
     ) -> None:
         """Trains as Tunix's learner does; ends with the error of an episode that fails.
 
+        After a restored checkpoint it reads `train_dataset` again from its beginning, and asks for
+        the rows that were not trained on: also for those that were in work.
+
         Raises:
             BaseException: what an episode raised, with a note of what raised it.
         """
         self._training_thread = threading.get_ident()
         try:
-            super().train(train_dataset, eval_dataset, skip_jit)
+            super().train(self._unused(train_dataset), eval_dataset, skip_jit)
         except EpisodeError as failure:
             self._failure = self._failure or failure
         finally:
@@ -180,6 +190,38 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
         if failure is not None and not self._drops_failed:
             failure.error.add_note(f"raised by {failure.what} in an episode")
             raise failure.error
+
+    def _unused(self, train_dataset: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Batches of rows that are not used, after one for each step that Tunix skips."""
+        batches = iter(train_dataset)
+        first = next(batches, None)
+        if first is None:
+            return
+        size, num_steps = len(next(iter(first.values()))), self._cluster.global_steps
+        self._first_group = num_steps * size
+        place = restored_place(self._cluster.actor_trainer, self._first_group)
+        self._place, self._row_numbers = place, []
+        yield from [first] * num_steps
+        numbers, left = itertools.count(), []
+        for batch in itertools.chain([first], batches):
+            rows = list(super()._create_micro_batch_iterator(iter([batch]), 1))
+            unused = []
+            for row, number in zip(rows, numbers, strict=False):
+                prompt: Any = next(iter(row.values()))
+                place.read(prompt[0])
+                if number not in place:
+                    unused.append(row)
+                    self._row_numbers.append(number)
+            if not left and len(unused) == len(rows):
+                yield batch  # as it is: columns of any kind
+                continue
+            left += unused
+            while len(left) >= size:
+                yield _joined(left[:size])
+                left = left[size:]
+        place.end()
+        if left:
+            yield _joined(left)
 
     def _end_episodes(self) -> None:
         """Ends what an error left behind; at the end of a whole training there is nothing."""
@@ -294,8 +336,13 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
     def _batch_to_train_example(
         self, batch_results: list[Any], mode: tunix_cluster.Mode
     ) -> list[tunix_grpo.TrainExample]:
-        if mode != _TRAIN or not self._process_in_consumer:
+        if mode != _TRAIN:
             return super()._batch_to_train_example(batch_results, mode)
+        if not self._process_in_consumer:
+            examples = super()._batch_to_train_example(batch_results, mode)
+            count = len(examples) * self._num_iterations()
+            self._group_ids.extend([batch_results[0].group_id] * count)
+            return examples
         # Groups end in any order, so their own numbers do not tell which step trains on them. This
         # number does: the batch is about to be trained on.
         return self._process_results(batch_results, mode, self._cluster.global_steps)
@@ -358,9 +405,15 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
         """Runs on the training thread, just before it trains on the batch."""
         for batch in super()._data_consumer_batch_generator(queue, batch_size):
             if self._process_in_consumer:
+                self._use(group[0].group_id for group in batch)
                 yield batch  # trajectories; `_process_results` comes next
             else:
+                self._use(self._group_ids.popleft() for _ in batch)
                 yield [self._admit(example) for example in batch]
+
+    def _use(self, group_ids: Iterable[int]) -> None:
+        """Notes that the rows of groups are trained on."""
+        self._place.use([self._row_numbers[number - self._first_group] for number in group_ids])
 
     def _admit(self, example: VersionedTrainExample) -> VersionedTrainExample:
         """Measures the age of an example's tokens, and masks those that are too old."""
@@ -383,6 +436,11 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
             }
         )
         return example
+
+
+def _joined(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A batch that Tunix divides into these rows again."""
+    return {name: [row[name][0] for row in rows] for name in rows[0]}
 
 
 def _with_versions(example: Any, versions_BC: np.ndarray) -> VersionedTrainExample:

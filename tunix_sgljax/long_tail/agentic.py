@@ -134,11 +134,9 @@ class OverSamplingAgenticGrpoLearner(AgenticGrpoLearner):
         _check_options(self._config, rl_cluster, algo_config, options)
         super().__init__(rl_cluster, algo_config, *args, **options)
         self._gate: PromptGate | None = None
-        self._first_group = 0
         self._taken: set[int] = set()
 
     async def _producer(self, orchestrator: Any, prompt_queue: Any, train_data_queue: Any) -> None:
-        self._first_group = self._cluster.global_steps * self._full_batch_size
         num_asked = self._config.num_asked(self._full_batch_size)
         self._gate = PromptGate(
             prompt_queue, num_asked, lambda: self.policy_version, self._divide_batch
@@ -181,6 +179,7 @@ class OverSamplingAgenticGrpoLearner(AgenticGrpoLearner):
                 batch = self._take(arrivals, arrived, min(batch_size, num_left), num_left)
                 if not batch:
                     return
+                self._use(group[0].group_id for group in batch)
                 yield batch
                 num_left -= len(batch)
             assert self._gate is not None

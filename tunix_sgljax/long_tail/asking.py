@@ -8,11 +8,14 @@ import numpy as np
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from tunix_sgljax.long_tail.feed import PromptFeed
-from tunix_sgljax.long_tail.groups import GroupsInFlight
+from tunix_sgljax.long_tail.groups import Group, GroupsInFlight
 
 
 class GroupSource:
-    """Asks for each prompt once, whichever way it comes. One thread at a time."""
+    """Asks for each prompt once, whichever way it comes, and takes the groups of a step.
+
+    One thread at a time.
+    """
 
     def __init__(self, feed: PromptFeed, groups: GroupsInFlight) -> None:
         """Has asked for nothing.
@@ -42,6 +45,15 @@ class GroupSource:
         for row in self._feed.take_early(max(num_more, 0), is_owed=groups.config.keeps_prompts):
             self._taken_early.add(row.number)
             groups.ask(row, config)
+
+    def take(self, count: int) -> list[Group]:
+        """`GroupsInFlight.take`; the rows of these groups, and those dropped, are used."""
+        taken = self._groups.take(count)
+        dropped = [] if self._groups.config.keeps_prompts else self._groups.ended
+        self._feed.place.use(
+            [group.row.number for group in taken], [group.row.number for group in dropped]
+        )
+        return taken
 
 
 def trajectory_ids(rows: np.ndarray, num_samples: int) -> list[str]:

@@ -98,7 +98,7 @@ class GroupsInFlight:
 
     Attributes:
         config: How many there are, and what happens to the others.
-        num_ended: Groups that the last `take` dropped or aborted.
+        ended: Groups that the last `take` dropped or aborted.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class GroupsInFlight:
         self._lock = threading.Lock()  # around the two lists and `_is_closed`
         self._is_closed = False
         self._pause = TrainerPause(rollout)
-        self.num_ended = 0
+        self.ended: list[Group] = []
 
     def __len__(self) -> int:
         """Groups that nobody has taken yet."""
@@ -221,10 +221,9 @@ class GroupsInFlight:
             taken = [group for group in self._groups if group.future.done()][:count]
             left = [group for group in self._groups if group not in taken]
             self._groups = left if self.config.carries else []
-        ended = [] if self.config.carries else left
-        self._aborted = ended if self.config.unfinished == "abort" else []
-        self.num_ended = len(ended)
-        _cancel(ended)
+        self.ended = [] if self.config.carries else left
+        self._aborted = self.ended if self.config.unfinished == "abort" else []
+        _cancel(self.ended)
         return taken
 
     def _tell(self, group: Group) -> None:

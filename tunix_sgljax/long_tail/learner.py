@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -15,6 +17,7 @@ from tunix.rl import rl_cluster as tunix_cluster
 from tunix.rl.grpo import grpo_learner as tunix_grpo
 
 from sgljax_engine import InvalidConfigError
+from tunix_sgljax.checkpoints.data_place import restored_place
 from tunix_sgljax.in_flight.outputs import VersionedRolloutOutput
 from tunix_sgljax.in_flight.policy_versions import NO_VERSION, PolicyVersions
 from tunix_sgljax.in_flight.wrapping import require_sgljax_rollout
@@ -26,6 +29,8 @@ from tunix_sgljax.long_tail.groups import GroupsInFlight, to_output
 from tunix_sgljax.padding import right_pad
 from tunix_sgljax.reward_functions import all_checked
 from tunix_sgljax.rollout import SglJaxRollout
+
+logger = logging.getLogger(__name__)
 
 _TRAIN = tunix_cluster.Mode.TRAIN
 
@@ -115,8 +120,21 @@ class OverSamplingGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
         eval_ds: Iterable[dict[str, Any]] | None = None,
         skip_jit: bool = False,
     ) -> None:
-        """Trains as Tunix's learner does; groups that are left at the end are dropped."""
-        feed = PromptFeed(train_ds)
+        """Trains as Tunix's learner does; groups that are left at the end are dropped.
+
+        After a restored checkpoint it reads `train_ds` again from its beginning, and asks for the
+        rows that were neither trained on nor dropped: also for those that were in work.
+        """
+        trainer = self._cluster.actor_trainer
+        batches = iter(train_ds)
+        first = next(batches)
+        place = restored_place(trainer, self._num_trained_rows(len(first["prompts"])))
+        feed = PromptFeed(itertools.chain([first], batches), place)
+        self._iter_steps = trainer.iter_steps  # the feed goes forward, not Tunix
+        if not feed.has_batch():
+            logger.warning("train_ds has no batch that the checkpoint was not trained on")
+            self._cluster.close()
+            return
         num_samples = self.algo_config.num_generations
         self._groups = GroupsInFlight(
             self._versioned_rollout, self._config, num_samples, self._columns_of
@@ -126,6 +144,13 @@ class OverSamplingGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
             super().train(feed, eval_ds, skip_jit)
         finally:
             self._groups.close()
+
+    def _num_trained_rows(self, batch_size: int) -> int:
+        """Rows that Tunix's learner would have trained on, in order, for the restored weights."""
+        trainer, config = self._cluster.actor_trainer, self._training_config
+        size = config.mini_batch_size or config.train_micro_batch_size or batch_size
+        num_batches = -(-trainer.train_steps // self.algo_config.num_iterations)
+        return num_batches * size
 
     def _columns_of(self, rows: Sequence[Row]) -> Columns:
         """The columns that Tunix would make of these rows, for the rewards."""
@@ -173,14 +198,14 @@ class OverSamplingGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
         numbers = training_input[ROW][:: self.algo_config.num_generations].tolist()
         self._source.ask(numbers, config)
         start_s = time.perf_counter()
-        taken = self._groups.take(len(numbers))
+        taken = self._source.take(len(numbers))
         wait_s = time.perf_counter() - start_s
         output = to_output(taken, rollout, config)
         columns = self._columns_of([group.row for group in taken])
         with rollout.prepared_outputs(output):
             example = super()._generate_and_compute_advantage(columns, mode)
         ended = [group.ended_early for group in taken]
-        num_left = self._groups.num_ended
+        num_left = len(self._groups.ended)
         self._cluster.buffer_metrics(
             {
                 "over_sampling/carried_groups": (len(self._groups), np.mean),

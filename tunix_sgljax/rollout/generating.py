@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import threading
-from collections import defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -19,6 +17,9 @@ from tunix_sgljax.in_flight.outputs import VersionedRolloutOutput
 from tunix_sgljax.rollout_config.end_tokens import find_end_ids
 from tunix_sgljax.rollout_config.memory import ConfigMemory
 from tunix_sgljax.rollout_config.vllm_sampling import with_training_kwargs
+
+_MAX_SEEDS = 16
+"""Seeds whose calls a checkpoint keeps; who gives each call a seed of its own needs none kept."""
 
 
 class SamplingReader:
@@ -34,7 +35,8 @@ class SamplingReader:
         self._extra = extra
         self._eos_id = eos_id
         self._lock = threading.Lock()
-        self._call_counts: dict[int, Any] = defaultdict(itertools.count)
+        self._num_calls: dict[int, int] = {}
+        self._first_call = 0
         self._memory: ConfigMemory[SamplingParams] = ConfigMemory()
 
     def bind(self, training: RolloutConfig) -> None:
@@ -73,13 +75,34 @@ class SamplingReader:
         if seed is None:
             return [params] * count
         with self._lock:
-            call = next(self._call_counts[seed])
+            call = self._num_calls.pop(seed, self._first_call)
+            self._num_calls[seed] = call + 1  # the newest seed is the last
         # Index 0 would leave the seed unmixed, and one call's row could repeat another's.
         call_seed = derive_seed(seed, call + 1)
         return [
             dataclasses.replace(params, seed=derive_seed(call_seed, row + 1))
             for row in range(count)
         ]
+
+    @property
+    def num_calls(self) -> dict[str, int]:
+        """Calls with each of the newest seeds, as JSON holds them."""
+        with self._lock:
+            newest = list(self._num_calls.items())[-_MAX_SEEDS:]
+        return {str(seed): count for seed, count in newest}
+
+    def go_on(self, num_calls: Mapping[str, int], *, are_others: bool) -> None:
+        """Draws on where an earlier process left `num_calls`.
+
+        Args:
+            num_calls: Calls with each seed.
+            are_others: Whether another process wrote that, which had seeds of its own but made as
+                many calls.
+        """
+        with self._lock:
+            self._first_call = max(num_calls.values(), default=0) if are_others else 0
+            for seed, count in num_calls.items():
+                self._num_calls[int(seed)] = max(count, self._num_calls.get(int(seed), 0))
 
 
 def to_rollout_output(

@@ -41,6 +41,7 @@ from tunix_sgljax.rollout.generating import (
     scored_sequences,
     to_rollout_output,
 )
+from tunix_sgljax.rollout.noise import Noise
 from tunix_sgljax.rollout.prompts import PromptEncoder
 from tunix_sgljax.rollout.sampler import RolloutSampler
 from tunix_sgljax.rollout_config import engine_options
@@ -153,6 +154,7 @@ class SglJaxRollout(BaseRollout):
         self._mesh = None if mesh is None or mesh.empty else check_axis_types(mesh)
         extra_params = sampling.check_extra_params(sampling_params or {})
         self._sampling = SamplingReader(extra_params, self.eos_id())
+        self._noise = Noise(self._sampling)
         self._given_logprobs_mode = sampling.check_logprobs_mode(logprobs_mode)
         self._match: TrainerMatch | None = None
         match_batch_size = sampling.check_match_batch_size(match_batch_size, logprobs_mode)
@@ -205,6 +207,7 @@ class SglJaxRollout(BaseRollout):
                 engine than the one already built; for a config that is longer than the context.
         """
         cluster = find_cluster()
+        self._noise.follow(cluster)
         self._observers.expect_trainer(cluster is not None)
         self._follower.bind(cluster)
         self._batch_advice = micro_batch_advice(cluster)
@@ -437,7 +440,9 @@ class SglJaxRollout(BaseRollout):
             yield outputs
 
     def _row_params(self, config: RolloutConfig, count: int) -> list[SamplingParams]:
-        shows_special_tokens = self.engine.can_show_special_tokens
+        engine = self.engine
+        self._noise.go_on(engine)
+        shows_special_tokens = engine.can_show_special_tokens
         return self._sampling.row_params(config, count, shows_special_tokens=shows_special_tokens)
 
     def get_ref_per_token_logps(

@@ -171,12 +171,6 @@ def _of_batches(config: TrainConfig) -> Iterator[str]:
         size = given.get(name)
         if size and whole % size:
             yield f"{_TRAINING}.{name} must divide {of} ({whole}), got {size}"
-    num_iterations = config.algorithm.get("num_iterations", 1)
-    if given.get("checkpoint_root_directory") and num_iterations > 1:
-        yield (
-            f"{_TRAINING}.checkpoint_root_directory must be null with num_iterations "
-            f"{num_iterations}: Tunix 0.1.7 resumes at the wrong place of the data"
-        )
 
 
 def _of_mesh(key: str, mesh: MeshConfig | None) -> Iterator[str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tunix.rl.algorithm_config import AlgorithmConfig
-from tunix.rl.rl_cluster import Mode, RLCluster
+from tunix.rl.rl_cluster import Mode, RLCluster, Role
 from tunix.rl.rl_learner import TrainingInputT
 
 from sgljax_engine import InvalidConfigError
@@ -27,14 +28,16 @@ from tunix_sgljax.training.cluster import (
     rollout_engine,
 )
 from tunix_sgljax.training.evaluation import sum_rewards
-from tunix_sgljax.training.lora import check_resume, keep_lora_settings
+from tunix_sgljax.training.lora import check_resume, checkpoint_root, keep_lora_settings
 from tunix_sgljax.training.memory import MemoryEstimate, estimate_memory
 from tunix_sgljax.training.models import ModelSpec, find_model, load_tokenizer
-from tunix_sgljax.training.report import EvalRecord, StepRecord, StepRecorder, write_json
+from tunix_sgljax.training.report import EvalRecord, RecordFile, StepRecord, StepRecorder
 from tunix_sgljax.training.rollouts import TimedRollout
 from tunix_sgljax.training.samples import Sample, SampleFile
 from tunix_sgljax.training.schema import TrainConfig
 from tunix_sgljax.training.task import GIVEN, Task, batches, check_call, load_task
+
+logger = logging.getLogger(__name__)
 
 _SKIPPED_STEPS = 1
 """Steps of a run before the one that a timeline records: the first ones compile."""
@@ -46,7 +49,7 @@ class RunResult(NamedTuple):
     Attributes:
         records: Records of its steps; none if a checkpoint held all of them already.
         evals: Evaluations between the steps, and a last one at the end.
-        resumed_from: Number of steps in the checkpoint.
+        resumed_from: Number of steps in the checkpoint that the run resumed from; 0 without one.
         was_stopped: Whether `should_stop` ended it early.
         file: records.json; None without records.
     """
@@ -56,6 +59,18 @@ class RunResult(NamedTuple):
     resumed_from: int
     was_stopped: bool
     file: Path | None
+
+
+class Resumed(NamedTuple):
+    """What a run resumes from.
+
+    Attributes:
+        num_done: Steps that the checkpoint holds.
+        folder: The checkpoint.
+    """
+
+    num_done: int
+    folder: Path
 
 
 class Prepared(NamedTuple):
@@ -100,6 +115,7 @@ def _check_calls(config: TrainConfig, task: Task) -> None:
 def run(
     config: TrainConfig,
     *,
+    on_resume: Callable[[Resumed], None] = lambda resumed: None,
     on_step: Callable[[StepRecord], None] = lambda record: None,
     on_eval: Callable[[EvalRecord], None] = lambda record: None,
     on_sample: Callable[[Sample], None] = lambda sample: None,
@@ -114,6 +130,7 @@ def run(
 
     Args:
         config: From `load_config`.
+        on_resume: Called before the first step of a run that resumes.
         on_step: Called after each step, on the thread that logs Tunix's metrics.
         on_eval: The same for each evaluation between steps.
         on_sample: Called after `on_step` with a completion of the step, as often as
@@ -131,9 +148,12 @@ def run(
     prepared = prepare(config)
     keep_lora_settings(config)
     samples: SampleFile | None = None
+    file: RecordFile | None = None
 
     def step_ended(record: StepRecord) -> None:
         on_step(record)
+        if file is not None:
+            file.update(recorder.records, recorder.evals)
         every = config.show_sample_every_n_steps
         if every and record.step % every == 0 and samples is not None and samples.first is not None:
             on_sample(samples.first)
@@ -148,10 +168,14 @@ def run(
     worker, task = cluster.rollout, prepared.task
     assert isinstance(worker, TimedRollout)
     try:
-        done = cluster.actor_trainer.train_steps // config.updates_per_step
-        samples = SampleFile(
-            Path(config.output_dir) / "samples.jsonl", lambda: cluster.global_steps + 1, done
-        )
+        num_updates = cluster.actor_trainer.train_steps
+        done, folder = num_updates // config.updates_per_step, Path(config.output_dir)
+        root = checkpoint_root(config)
+        if root is not None and num_updates:
+            _warn_of_other_critic(config, cluster)
+            on_resume(Resumed(done, root / Role.ACTOR.value / str(num_updates)))
+        file = RecordFile(folder / "records.json", config, done)
+        samples = SampleFile(folder / "samples.jsonl", lambda: cluster.global_steps + 1, done)
         learner = make_learner(config, cluster, task, [samples.add])
         cluster.global_steps = done  # Tunix's last checkpoint of a run does not hold it
         cluster.with_external_metrics_logger(recorder.add_metrics)
@@ -163,20 +187,34 @@ def run(
         if done < config.num_steps:
             numbers, size = range(len(task.eval_rows)), config.batch_size
             held_out = [task.eval_batch(numbers[i : i + size]) for i in numbers[::size]]
-            learner.train(_TrainingData(config, task, should_stop), held_out or None)
-        was_stopped = done + len(recorder.records) < config.num_steps
+            data = _TrainingData(config, task, should_stop, num_updates)
+            learner.train(data, held_out or None)
+        num_steps = done + len(recorder.records)
+        was_stopped = num_steps < config.num_steps
         if task.eval_rows and not was_stopped:
             reward = evaluate(cluster, task, make_algorithm(config))
-            recorder.evals.append(EvalRecord(config.num_steps, reward))
+            recorder.evals.append(EvalRecord(num_steps, reward))
     finally:
         worker.close()
         if samples is not None:
             samples.close()
-    file = None
+    written = None
     if recorder.records:
-        file = Path(config.output_dir) / "records.json"
-        write_json(file, config, recorder.records, recorder.evals)
-    return RunResult(recorder.records, recorder.evals, done, was_stopped, file)
+        file.write(recorder.records, recorder.evals)
+        written = file.path
+    return RunResult(recorder.records, recorder.evals, done, was_stopped, written)
+
+
+def _warn_of_other_critic(config: TrainConfig, cluster: RLCluster) -> None:
+    """Tunix writes the two checkpoints one after the other, and restores the newest of each."""
+    policy = cluster.actor_trainer.train_steps
+    if config.training_mode == "ppo" and cluster.critic_trainer.train_steps != policy:
+        logger.warning(
+            "the policy resumes from update %d, but the critic from %d: the run died between the "
+            "two checkpoints. To train both on the same rows, remove the newer one's folder",
+            policy,
+            cluster.critic_trainer.train_steps,
+        )
 
 
 def _check_timeline(config: TrainConfig) -> None:
@@ -205,9 +243,22 @@ def evaluate(cluster: RLCluster, task: Task, algorithm: AlgorithmConfig | None =
 
 
 class _TrainingData:
-    """Endless batches: Tunix stops after its number of steps, or when the user wants."""
+    """Endless batches: Tunix stops after its number of steps, or when the user wants.
 
-    def __init__(self, config: TrainConfig, task: Task, should_stop: Callable[[], bool]) -> None:
+    A learner of Tunix that resumes skips the rows of each weight update. Where it trains on a batch
+    several times, it skips too many; rows are put before the first ones for that.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        task: Task,
+        should_stop: Callable[[], bool],
+        num_updates: int,
+    ) -> None:
+        num_batches = -(-num_updates // config.algorithm.get("num_iterations", 1))
+        num_too_many = (num_updates - num_batches) * config.mini_batch_size
+        self._num_skipped = num_too_many if config.over_sampling is None else 0
         self._config = config
         self._task = task
         self._should_stop = should_stop
@@ -215,7 +266,7 @@ class _TrainingData:
     def __iter__(self) -> Iterator[TrainingInputT]:
         config = self._config
         seed = config.seed if config.task.shuffle else None
-        drawn = batches(self._task.rows, config.batch_size, seed)
+        drawn = batches(self._task.rows, config.batch_size, seed, self._num_skipped)
         yield next(drawn)  # Tunix looks at its size before it trains
         for batch in drawn:
             if self._should_stop():

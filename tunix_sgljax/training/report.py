@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import logging
 import os
 import statistics
 import sys
@@ -20,6 +21,8 @@ from tqdm import tqdm
 from tunix.perf.metrics import MetricsBuffer
 
 from tunix_sgljax.training.schema import TrainConfig
+
+logger = logging.getLogger(__name__)
 
 WINDOW = 10
 """Steps over which rewards are averaged."""
@@ -257,6 +260,58 @@ def write_json(
         "evaluations": [record._asdict() for record in evals],
     }
     write_whole(path, content)
+
+
+class RecordFile:
+    """records.json of a run, written after every step: a run that is killed leaves it.
+
+    A resumed run keeps the records of the steps that its checkpoint holds.
+    """
+
+    def __init__(self, path: Path, config: TrainConfig, num_done: int) -> None:
+        """Reads what an earlier run left there.
+
+        Args:
+            path: The file.
+            config: The settings of this run.
+            num_done: Steps whose records stay.
+        """
+        self.path = path
+        self._config = config
+        self._steps, self._evals = _earlier_records(path, num_done)
+
+    def write(self, records: Sequence[StepRecord], evals: Sequence[EvalRecord]) -> None:
+        """Writes the records of this run behind the earlier ones.
+
+        Raises:
+            OSError: when it cannot; an older file stays whole.
+        """
+        again = {record.num_steps for record in evals}
+        before = [record for record in self._evals if record.num_steps not in again]
+        write_json(self.path, self._config, [*self._steps, *records], [*before, *evals])
+
+    def update(self, records: Sequence[StepRecord], evals: Sequence[EvalRecord]) -> None:
+        """`write` between two steps, which go on where it fails; a warning says so."""
+        try:
+            self.write(records, evals)
+        except OSError as error:
+            logger.warning("%s is not up to date, and the run goes on: %s", self.path, error)
+
+
+def _earlier_records(path: Path, num_done: int) -> tuple[list[StepRecord], list[EvalRecord]]:
+    if not num_done or not path.exists():
+        return [], []
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        steps = [StepRecord(**each) for each in content["steps"]]
+        evals = [EvalRecord(**each) for each in content["evaluations"]]
+    except (ValueError, KeyError, TypeError) as error:
+        logger.warning("%s holds no records that could be kept: %r", path, error)
+        return [], []
+    return (
+        [record for record in steps if record.step <= num_done],
+        [record for record in evals if record.num_steps <= num_done],
+    )
 
 
 def write_whole(path: Path, content: Mapping[str, Any]) -> None:

@@ -15,8 +15,13 @@ import jax
 from tunix.rl.rollout.base_rollout import BaseRollout, CacheConfig, RolloutConfig, RolloutOutput
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 
+from tunix_sgljax.checkpoints.run_state import keep_state, restored_state
 from tunix_sgljax.in_flight.wrapping import RolloutWrapper
 from tunix_sgljax.rollout import SglJaxRollout
+from tunix_sgljax.rollout_config.modes import find_cluster
+
+_NUM_CALLS = "vanilla_calls"
+"""Names the calls so far in a checkpoint."""
 
 
 class TimedRollout(RolloutWrapper):
@@ -70,7 +75,8 @@ class SeededVanillaRollout(VanillaRollout):
     """Tunix's own sampler, with new randomness at every call.
 
     Tunix draws the same noise at every call unless the config names a seed, and the config does not
-    change between calls. For a fair comparison, each call gets its own key here.
+    change between calls. For a fair comparison, each call gets its own key here, and a resumed run
+    goes on with the next.
     """
 
     def __init__(
@@ -95,11 +101,23 @@ class SeededVanillaRollout(VanillaRollout):
             ),
         )
         self._key = jax.random.key_data(jax.random.key(seed))
+        self._num_calls = 0
+        self._cluster = find_cluster()  # whose trainer restores a checkpoint later
 
     def generate(
         self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any
     ) -> RolloutOutput:
         """Generates with a key that no earlier call had."""
-        self._key, call_key = jax.random.split(self._key)
+        if self._cluster is not None:
+            trainer, self._cluster = self._cluster.actor_trainer, None
+            for _ in range(restored_state(trainer, _NUM_CALLS) or 0):
+                self._next_key()
+            keep_state(trainer, _NUM_CALLS, lambda: self._num_calls)
+        call_key = self._next_key()
         config = dataclasses.replace(rollout_config, seed=call_key)
         return super().generate(prompts, config, **kwargs)
+
+    def _next_key(self) -> jax.Array:
+        self._num_calls += 1
+        self._key, key = jax.random.split(self._key)
+        return key

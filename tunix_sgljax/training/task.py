@@ -164,7 +164,7 @@ def import_function(key: str, name: str) -> Callable[..., Any]:
 
 
 def batches(
-    rows: Sequence[Row], batch_size: int, shuffle_seed: int | None
+    rows: Sequence[Row], batch_size: int, shuffle_seed: int | None, num_skipped: int = 0
 ) -> Iterator[dict[str, Any]]:
     """Endless batches for Tunix's learners: an array for each column.
 
@@ -172,9 +172,10 @@ def batches(
         rows: Rows, each used once per epoch; those that do not fill a batch open the next epoch.
         batch_size: Rows of a batch.
         shuffle_seed: Draws the order of each epoch; None keeps it.
+        num_skipped: Rows before the first one, for a learner that skips so many too many.
     """
     rng = None if shuffle_seed is None else np.random.default_rng(shuffle_seed)
-    order: list[int] = []
+    order = [0] * num_skipped
     while True:
         while len(order) < batch_size:
             epoch = np.arange(len(rows)) if rng is None else rng.permutation(len(rows))

@@ -91,9 +91,9 @@ class RequestFactory:
             seeds: Source of seeds for requests without one.
         """
         self.limits = limits
+        self.seeds = seeds
         self._model = model
         self._tokenizer = tokenizer
-        self._seeds = seeds
         self._special_stops = SpecialStops(tokenizer)
         own = tokenizer.eos_token_id if tokenizer is not None else None
         self._eos_ids = (*model.eos_token_ids, *(() if own is None else (own,)))
@@ -133,7 +133,7 @@ class RequestFactory:
             self._check_logprobs(ids, reported)
             edits = self._logit_edits(settings, stop_ids)
             key = prompt_key(ids, adapter)
-            seed = self._seeds.fresh() if settings.seed in (None, -1) else settings.seed
+            seed = self.seeds.fresh() if settings.seed in (None, -1) else settings.seed
             requests.extend(
                 Request(
                     rid=group if settings.n == 1 else f"{group}-{sample}",

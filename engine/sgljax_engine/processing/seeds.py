@@ -17,11 +17,23 @@ class SeedSource:
         """Starts from a seed, or from the operating system's entropy."""
         self._random = random.Random(seed)
         self._lock = threading.Lock()
+        self._num_drawn = 0
+
+    @property
+    def num_drawn(self) -> int:
+        """Seeds given or skipped so far."""
+        return self._num_drawn
 
     def fresh(self) -> int:
         """A seed in [0, MAX_SEED]."""
         with self._lock:
+            self._num_drawn += 1
             return self._random.randint(0, MAX_SEED)
+
+    def skip_to(self, num_drawn: int) -> None:
+        """Skips seeds until so many are drawn; nothing if they are already."""
+        while self._num_drawn < num_drawn:
+            self.fresh()
 
 
 def derive_seed(seed: int, index: int) -> int:
