@@ -26,10 +26,10 @@ from flax import nnx
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
 from tunix.rl.rollout.base_rollout import RolloutConfig
-from tunix_sgljax.bench.models import make_tunix_model
-from tunix_sgljax.bench.shapes import MODELS, PAD_ID, IdTokenizer
 
+from benchmarks.lib.models import make_tunix_model
 from benchmarks.lib.reporting import make_parser, output_dir, write_results
+from benchmarks.lib.shapes import MODELS, PAD_ID, IdTokenizer
 from benchmarks.lib.turns import speed_table, take_turns
 from tunix_sgljax import SglJaxRollout
 from tunix_sgljax.exactness.trainer_match import trainer_logps

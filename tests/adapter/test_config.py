@@ -264,14 +264,14 @@ def test_bad_value_of_an_honoured_field(model, name, value):
 
 
 def test_log_level(make_rollout):
-    loggers = [logging.getLogger(name) for name in ("sgljax_engine", "tunix_sgljax")]
+    loggers = [logging.getLogger(name) for name in ("sgljax_cpu", "sgljax_engine", "tunix_sgljax")]
     before = [logger.level for logger in loggers]
     try:
         make_rollout(config={"rollout_sglang_jax_log_level": "info"})
         make_rollout(config={"rollout_sglang_jax_log_level": None})
         assert [logger.level for logger in loggers] == before
         make_rollout(config={"rollout_sglang_jax_log_level": "error"})
-        assert [logger.level for logger in loggers] == [logging.ERROR] * 2
+        assert [logger.level for logger in loggers] == [logging.ERROR] * 3
         with pytest.raises(InvalidConfigError, match=r"log_level.*'loud'"):
             make_rollout(config={"rollout_sglang_jax_log_level": "loud"})
     finally:

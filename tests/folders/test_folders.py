@@ -18,8 +18,14 @@ from tests.tiers import tiered
 FAST = ("llama", "gemma3_multimodal")
 """A text model and a nested one."""
 
-SOAK = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_multimodal")
-"""Hybrids, whose forward passes compile longest; qwen3_5_multimodal is read with the others."""
+SOAK = (
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_multimodal",
+    "qwen3_5_moe",
+    "qwen3_5_moe_multimodal",
+)
+"""Hybrids, whose forward passes compile longest."""
 
 KEPT = {"refused": REFUSED, "lenient": LENIENT}
 
