@@ -1,7 +1,4 @@
-"""Speed on this machine, alone or against Tunix's vanilla sampler.
-
-python -m benchmarks.bench --random small --against vanilla
-"""
+"""`python -m benchmarks.bench`: speed on this machine, alone or against Tunix's vanilla sampler."""
 
 from __future__ import annotations
 

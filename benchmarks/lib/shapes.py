@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from sgljax_engine import ModelConfig, RopeConfig
+from tunix_sgljax.cli.doctor_facts import example_model
 
 PAD_ID = 0
 _CONTEXT_LENGTH = 8192
@@ -72,16 +73,7 @@ _TINY = dataclasses.replace(
     SMALL, vocab_size=1024, hidden_size=192, intermediate_size=576, num_layers=6, num_heads=4
 )
 
-QWEN3_0P6B = dataclasses.replace(
-    SMALL,
-    vocab_size=151936,
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_layers=28,
-    num_heads=16,
-    num_kv_heads=8,
-    head_dim=128,
-)
+QWEN3_0P6B = example_model()
 
 
 def _model(name: str, config: ModelConfig, in_words: str) -> BenchModel:

@@ -1,7 +1,4 @@
-"""Compiles an engine's programs for devices that are not here.
-
-python -m tools.aot --config configs/qwen3_8b_pathways.yaml --topology v6e:2x4
-"""
+"""`python -m tools.aot`: compiles an engine's programs for devices that are not here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How long rollouts would take, with which order and over-sampling.
-
-python -m tools.simulation --hardware h200 --rows 64 --requests 256
-"""
+"""`python -m tools.simulation`: how long rollouts would take, by order and over-sampling."""
 
 from __future__ import annotations
 

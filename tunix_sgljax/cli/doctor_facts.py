@@ -168,7 +168,7 @@ def gather(folder: Path | None, config: EngineConfig) -> Facts:
         return facts
     from sgljax_engine import load_model_config, preview_engine
 
-    shape = _example() if folder is None else load_model_config(folder)
+    shape = example_model() if folder is None else load_model_config(folder)
     try:
         preview = preview_engine(shape, folder=folder, config=config)
     except ValueError as error:
@@ -185,8 +185,8 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _example() -> ModelConfig:
-    """Qwen3-0.6B's shape."""
+def example_model() -> ModelConfig:
+    """Qwen3-0.6B's shape, of which the preview is without a user's model."""
     from sgljax_engine import ModelConfig, RopeConfig
 
     return ModelConfig(
