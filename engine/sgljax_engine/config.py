@@ -19,11 +19,10 @@ QUANTIZATIONS = ("int8",)
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-ATTENTION_BACKENDS = ("auto", "native", "xla", "xla_tiles", "xla_rows", "pallas", "tpu")
-"""Names of `attention.registry.BACKENDS`. They are here too since a configuration is checked
-without JAX; a test compares them."""
+ATTENTION_BACKENDS = ("auto", "native", "xla", "pallas", "tpu")
+"""Names that `attention.registry.engine_attention` knows."""
 
-DETERMINISTIC_BACKENDS = ("auto", "native", "pallas", "xla_rows")
+DETERMINISTIC_BACKENDS = ("auto", "native", "pallas")
 """Attention backends that `enable_deterministic_sampling` accepts."""
 
 LINEAR_BACKENDS = ("auto", "native", "pallas", "xla")
@@ -77,8 +76,7 @@ class CacheConfig:
             `mem_fraction_static` of the memory left free by the weights (device memory; host memory
             on CPU). On accelerators it also leaves what the largest programs need, as their
             compiler reports it.
-        mem_fraction_static: See `num_kv_tokens`; on CPUs it also bounds pages plus contiguous KV
-            together. In (0, 1).
+        mem_fraction_static: See `num_kv_tokens`. In (0, 1).
         disable_radix_cache: Do not share pages between requests or keep pages after a request ends.
         disable_hybrid_swa_memory: Use the same pages for all layers: keys of sliding layers stay
             after they leave the window.
@@ -230,9 +228,9 @@ class RuntimeConfig:
         enable_deterministic_sampling: Make tokens and log-probs of a greedy or seeded request
             batch-invariant: the same bits whatever else is in the batch, and however the request is
             batched, chunked, cached, paused or put to sleep. None, the default, does so where it is
-            free: with "native" attention and projections. True does so everywhere, at a price;
-            `attention_backend` must then be "auto", "native", "pallas" or "xla_rows". See
-            docs/determinism.md.
+            free: with "native" attention and projections. True asks for it: on one NVIDIA GPU other
+            kernels do so at a price, and elsewhere it is refused. `attention_backend` must then be
+            "auto", "native" or "pallas". See docs/determinism.md.
         random_seed: Seed of random weights, and of the seeds drawn for requests without one. None
             takes the operating system's entropy for requests and 0 for weights.
         check_finite: Refuse weights that hold NaN or infinity, at the start and in each update that
@@ -300,7 +298,7 @@ class RuntimeConfig:
         )
         if self.enable_deterministic_sampling:
             backend = self.attention_backend
-            expected = "'auto', 'native', 'pallas' or 'xla_rows' with enable_deterministic_sampling"
+            expected = "'auto', 'native' or 'pallas' with enable_deterministic_sampling"
             require(backend in DETERMINISTIC_BACKENDS, "attention_backend", backend, expected)
         if self.random_seed is not None:
             check_count("random_seed", self.random_seed, 0)

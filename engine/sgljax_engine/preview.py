@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 
+from sgljax_engine.attention.cpu import native_problem
 from sgljax_engine.attention.registry import engine_attention
 from sgljax_engine.builder.compilation_cache import compilation_cache_path
 from sgljax_engine.builder.group import check_experts, pick_max_model_len
@@ -35,9 +36,7 @@ class EnginePreview:
         platform: JAX's name for the kind of device.
         device_kind: The device's own name.
         dtype: Dtype of weights, activations and KV cache.
-        layout: Layout of activations and projection weights, see `layers.basic.Layout`.
-        prefill_attention: Attention backend of prefill, see `ATTENTION_BACKENDS`.
-        decode_attention: Attention backend of decode.
+        attention: Name of the attention backend.
         linear: Backend of projections, see `LINEAR_BACKENDS`.
         why_not_native: Why a CPU does not use JIT-compiled CPU kernels; None if it does.
         max_model_len: Maximum number of prompt plus output tokens of one request.
@@ -55,9 +54,7 @@ class EnginePreview:
     platform: str
     device_kind: str
     dtype: str
-    layout: str
-    prefill_attention: str
-    decode_attention: str
+    attention: str
     linear: str
     why_not_native: str | None
     max_model_len: int
@@ -109,8 +106,9 @@ def preview_engine(
     held = expected_weights_bytes(model, placement)
     max_model_len = pick_max_model_len(model, config)
     free = engine_free_bytes(placement, num_engines, device_bytes)
-    attention = engine_attention(config.runtime, placement.target, model.head_dims)
-    linear = pick_kernels(config.runtime.linear_backend, placement.target)
+    runtime, target = config.runtime, placement.target
+    linear = pick_kernels(runtime.linear_backend, target)
+    attention = engine_attention(runtime.attention_backend, target, model.head_dims, linear.kernels)
     plan = None
     try:
         if problem is None:
@@ -120,7 +118,6 @@ def preview_engine(
                 placement,
                 max_model_len,
                 held,
-                contiguous_kv=attention.contiguous_kv,
                 heads_per_row=attention.heads_per_row,
                 num_engines=num_engines,
                 are_loaded=False,
@@ -128,18 +125,20 @@ def preview_engine(
             )
     except InvalidConfigError as error:
         problem = str(error)
-    has_contiguous_kv = plan is not None and plan.contiguous_shapes is not None
-    prefill = attention.name
-    decode = attention.contiguous_name if has_contiguous_kv else prefill
+    why_not_native = linear.why_not_native
+    if (
+        placement.platform == "cpu"
+        and attention.name == "xla"
+        and runtime.attention_backend == "auto"
+    ):
+        why_not_native = why_not_native or native_problem(target, model.head_dims)
     return EnginePreview(
         platform=placement.platform,
         device_kind=placement.mesh.devices.flat[0].device_kind,
         dtype=placement.dtype.name,
-        layout=placement.layout.value,
-        prefill_attention=prefill,
-        decode_attention=decode,
+        attention=attention.name,
         linear=linear.name,
-        why_not_native=linear.why_not_native or attention.why_not_native,
+        why_not_native=why_not_native,
         max_model_len=max_model_len,
         num_parameters=num_parameters,
         num_engines=num_engines,

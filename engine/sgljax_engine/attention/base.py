@@ -1,23 +1,23 @@
 """Attention over the paged KV cache.
 
-Every backend implements `PagedAttention`. A batch consists of `N` *blocks* of `Q` query tokens,
-each block of one request: prefill cuts its ragged tokens into such blocks, decode uses Q = 1.
-So one function serves both.
+Every backend implements `Attention`. A batch consists of `N` *blocks* of `Q` query tokens, each
+block of one request: prefill cuts its ragged tokens into such blocks, decode uses Q = 1. So the
+same functions serve both.
 
 Shape legend: N blocks, Q queries in a block, D query heads, K kv heads, R rows of queries that
-share a kv head, h head dim, S keys in a step of the loop, P pages of a request.
+share a kv head, h head dim, S keys in a step of the loop, P pages of a request, T = N Q tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sgljax_engine.cache.kv_pages import LayerKV, write_kv
+from sgljax_engine.cache.kv_pages import LayerKV
 
 T = TypeVar("T")
 
@@ -53,17 +53,87 @@ class BlockTables(NamedTuple):
     kv_lens: jax.Array
 
 
-class PagedAttention(Protocol):
-    """Causal attention of query blocks over their requests' pages.
+class Prologue(NamedTuple):
+    """What makes queries and keys of projections: a norm of each head, and the rotary embedding.
 
-    Keys at or beyond `kv_lens` must never be used, whatever the memory holds; nor must keys that
-    have left the window.
+    Shape: sin, cos: [T, 1, h // 2] float32, see `layers.rope`. q_norm, k_norm: [h], weights of the
+        norms; None without.
+
+    Attributes:
+        eps: Of the norms. Static.
+        offset: Added to their weights. Static.
     """
 
-    def __call__(
+    sin: jax.Array
+    cos: jax.Array
+    q_norm: jax.Array | None = None
+    k_norm: jax.Array | None = None
+    eps: float = 0.0
+    offset: float = 0.0
+
+
+class NewTokens(NamedTuple):
+    """Queries, keys and values of a pass's tokens.
+
+    Shape: q: [T, num_heads, h]. k, v: [T, num_kv_heads, h].
+
+    Attributes:
+        prologue: What is left to do to queries and keys; None for nothing. Only attention that
+            `takes_projections` is given one.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    prologue: Prologue | None = None
+
+    def take(self, indices: jax.Array) -> NewTokens:
+        """The tokens at some indices."""
+        q, k, v = (x[indices] for x in self[:3])
+        prologue = self.prologue
+        if prologue is not None:
+            sin, cos = prologue.sin[indices], prologue.cos[indices]
+            prologue = prologue._replace(sin=sin, cos=cos)
+        return NewTokens(q, k, v, prologue)
+
+
+class Attention(Protocol):
+    """Causal attention of query blocks over their requests' pages.
+
+    Hashable: programs are compiled for it. Keys at or beyond `kv_lens` must never be used, whatever
+    the memory holds; nor must keys that have left the window.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name of the backend, for reports."""
+        ...
+
+    @property
+    def heads_per_row(self) -> int:
+        """Kv heads in a row of the pages, see `cache.kv_pages.PageLayout`."""
+        ...
+
+    @property
+    def takes_projections(self) -> bool:
+        """Whether `write_and_attend` takes projections with their prologue.
+
+        Of layers whose heads all turn as a whole.
+        """
+        ...
+
+    @property
+    def verifies_blocks(self) -> bool:
+        """Whether a row's newest token and drafts are best one block, and not one each.
+
+        A block reads its keys once, but tokens must be copied into it.
+        """
+        ...
+
+    def attend(
         self, q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
     ) -> jax.Array:
-        """Attends.
+        """Attends to keys that are in the pages.
 
         Args:
             q_NQDh: [N, Q, num_heads, head_dim] queries.
@@ -76,138 +146,34 @@ class PagedAttention(Protocol):
         """
         ...
 
-
-WriteKV = Callable[[LayerKV, jax.Array, jax.Array, jax.Array], LayerKV]
-"""`write_kv(layer, k[T, K, h], v[T, K, h], slots[T]) -> layer`, see `kv_pages.write_kv`."""
-
-
-class DecodeAttention(Protocol):
-    """Attention of one token per row; writes the token's key and value to its page first."""
-
-    def __call__(
+    def write_and_attend(
         self,
-        q_BDh: jax.Array,
-        k_BKh: jax.Array,
-        v_BKh: jax.Array,
+        new: NewTokens,
         layer: LayerKV,
         tables: BlockTables,
+        slots: jax.Array,
         options: AttentionOptions,
     ) -> tuple[jax.Array, LayerKV]:
-        """Attends.
+        """Writes the tokens' keys and values to their pages, then attends.
 
         Args:
-            q_BDh: [B, num_heads, head_dim] queries.
-            k_BKh: [B, num_kv_heads, head_dim] keys of the same tokens.
-            v_BKh: Their values.
-            layer: The cache without these tokens.
-            tables: Tables for blocks of one token; the token is the last of its `kv_lens`.
-            options: How the layer attends.
-
-        Returns:
-            [B, num_heads, head_dim], unspecified where `kv_lens` is 0, and the cache with these
-            tokens.
-        """
-        ...
-
-
-class Prologue(NamedTuple):
-    """What makes queries and keys of projections.
-
-    Shape: sin, cos: [T, 1, h // 2] float32, see `layers.rope`. q_norm, k_norm: [h], weights of the
-        norms of each head before the rotary embedding; None without.
-
-    Attributes:
-        eps: Of these norms. Static.
-        offset: Added to their weights. Static.
-    """
-
-    sin: jax.Array
-    cos: jax.Array
-    q_norm: jax.Array | None = None
-    k_norm: jax.Array | None = None
-    eps: float = 0.0
-    offset: float = 0.0
-
-
-class Projections(NamedTuple):
-    """What attention is made of, as projections give it.
-
-    Shape: q: [T, num_heads, h]; k, v: [T, num_kv_heads, h].
-
-    Attributes:
-        prologue: What makes queries and keys of them.
-    """
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    prologue: Prologue
-
-    def of_tokens(self, places: jax.Array) -> Projections:
-        """Those of the tokens at some places."""
-        q, k, v, prologue = self
-        q, k, v, sin, cos = (x[places] for x in (q, k, v, prologue.sin, prologue.cos))
-        return Projections(q, k, v, prologue._replace(sin=sin, cos=cos))
-
-
-class PrepareHeads(Protocol):
-    """What makes queries and keys of projections, with the same bits in any batch."""
-
-    def __call__(
-        self, new: Projections, layer: LayerKV | None, slots: jax.Array | None
-    ) -> tuple[jax.Array, LayerKV]:
-        """Prepares tokens.
-
-        Args:
-            new: The tokens' projections.
-            layer: The cache without these tokens; None to write none.
-            slots: [T] int32, as for `WriteKV`; None without a cache.
-
-        Returns:
-            The queries, and the cache with these tokens; without a cache, keys and values as [T,
-            num_kv_heads, head_dim].
-        """
-        ...
-
-
-class ProjectionAttention(Protocol):
-    """Attention of one token per row from its projections on."""
-
-    def __call__(
-        self, new: Projections, layer: LayerKV, tables: BlockTables, options: AttentionOptions
-    ) -> tuple[jax.Array, LayerKV]:
-        """As `DecodeAttention`, of projections."""
-        ...
-
-
-class PrefillAttention(Protocol):
-    """Attention of query blocks; writes their keys and values to their pages first."""
-
-    def __call__(
-        self,
-        q_NQDh: jax.Array,
-        k_NQKh: jax.Array,
-        v_NQKh: jax.Array,
-        layer: LayerKV,
-        tables: BlockTables,
-        options: AttentionOptions,
-    ) -> tuple[jax.Array, LayerKV]:
-        """Attends.
-
-        Args:
-            q_NQDh: [N, Q, num_heads, head_dim] queries.
-            k_NQKh: [N, Q, num_kv_heads, head_dim] keys of the same tokens.
-            v_NQKh: Their values.
+            new: The tokens, those of block after block.
             layer: The cache without these tokens.
             tables: Where each block's keys are. Positions of a block follow each other, and a
                 block may use keys of blocks before it.
+            slots: [T] int32, the slot of each token, as for `kv_pages.write_kv`.
             options: How the layer attends.
 
         Returns:
-            [N, Q, num_heads, head_dim], unspecified for tokens at or beyond `kv_lens`, and the
-            cache with these tokens.
+            [T, num_heads, head_dim], unspecified for tokens at or beyond `kv_lens`, and the cache
+            with these tokens.
         """
         ...
+
+
+def in_blocks(x: jax.Array, tables: BlockTables) -> jax.Array:
+    """[T, ...] as [N, Q, ...]."""
+    return x.reshape(*tables.positions.shape, *x.shape[1:])
 
 
 def map_tiles(function: Callable[[T], jax.Array], args: T, size: int, tile: int) -> jax.Array:
@@ -219,71 +185,3 @@ def map_tiles(function: Callable[[T], jax.Array], args: T, size: int, tile: int)
 
     out = lax.map(function, jax.tree.map(split, args))
     return out.reshape(-1, *out.shape[2:])[:size]
-
-
-ContiguousKV = Literal["never", "if_it_fits", "always"]
-
-
-class FusedAttention(NamedTuple):
-    """What an engine with fused products uses instead.
-
-    Attributes:
-        attend: Of `AttentionBackend.attend`.
-        projections: Of decode, from projections on.
-    """
-
-    attend: PagedAttention
-    projections: ProjectionAttention
-
-
-class AttentionBackend(NamedTuple):
-    """Functions and facts of a choice of attention.
-
-    Attributes:
-        name: Name of `attend`, for reports.
-        attend: Attention over pages, for prefill and scoring, and for decode without its own.
-        batch_invariant: `attend` for an engine with deterministic sampling.
-        decode: Attention that decode uses instead, if any.
-        prefill: Attention that prefill uses instead, if any.
-        prepare: What is before `batch_invariant`, if it has a kernel.
-        fused: Attention of an engine with fused products, if it has its own.
-        write_kv: Writes keys and values into pages, for `attend`.
-        contiguous_kv: Whether decode copies its rows' keys into contiguous KV
-            (`attention.contiguous`).
-        contiguous_name: Name of decode attention over contiguous KV, for reports.
-        heads_per_row: Kv heads in a row of the pages that `decode` and `prefill` take, see
-            `cache.kv_pages.PageLayout`. `attend` and `batch_invariant` take one.
-        verifies_blocks: Whether a row's newest token and drafts are best one block, and not each a
-            block of its own: a block reads its keys once, but tokens must be copied into it.
-        why_not_native: Why "auto" did not pick "native" on a CPU; None elsewhere.
-    """
-
-    name: str
-    attend: PagedAttention
-    batch_invariant: PagedAttention
-    decode: DecodeAttention | None = None
-    prefill: PrefillAttention | None = None
-    prepare: PrepareHeads | None = None
-    fused: FusedAttention | None = None
-    write_kv: WriteKV = write_kv
-    contiguous_kv: ContiguousKV = "never"
-    contiguous_name: str = ""
-    heads_per_row: int = 1
-    verifies_blocks: bool = True
-    why_not_native: str | None = None
-
-    def for_engine(self, *, is_deterministic: bool) -> AttentionBackend:
-        """The engine's choice: with deterministic sampling, kernels that sum in one order."""
-        if not is_deterministic or self.batch_invariant is self.attend:
-            return self
-        return self._replace(
-            name="ordered",
-            attend=self.batch_invariant,
-            decode=None,
-            prefill=None,
-            fused=None,
-            write_kv=write_kv,
-            contiguous_name="ordered",
-            heads_per_row=1,
-            verifies_blocks=True,
-        )

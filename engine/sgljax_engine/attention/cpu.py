@@ -1,40 +1,57 @@
-"""JIT-compiled CPU kernels: one CPU; see `sgljax_cpu`."""
+"""The attention backend "native": JIT-compiled CPU kernels, on one CPU; see `sgljax_cpu`."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import ClassVar
 
 import jax
 
 import sgljax_cpu
-from sgljax_engine.attention.base import AttentionBackend, AttentionOptions, BlockTables
+from sgljax_engine.attention.base import AttentionOptions, BlockTables, NewTokens, in_blocks
 from sgljax_engine.cache.kv_pages import LayerKV
-from sgljax_engine.layers.target import Target, require_backend
+from sgljax_engine.layers.target import Target
 
 
-def native_attention(
-    q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
-) -> jax.Array:
-    """The `PagedAttention` of JIT-compiled CPU kernels."""
-    num_heads, head_dim = q_NQDh.shape[2:]
-    out = sgljax_cpu.paged_attention(
-        q_NQDh.reshape(-1, num_heads, head_dim).astype("float32"),
-        layer.k,
-        layer.v,
-        tables.page_table,
-        tables.positions,
-        tables.kv_lens,
-        _shape(num_heads, layer, options),
-    )
-    return out.reshape(q_NQDh.shape).astype(q_NQDh.dtype)
+@dataclasses.dataclass(frozen=True)
+class NativeAttention:
+    """The `Attention` of JIT-compiled CPU kernels. A query has the same bits in any batch."""
 
+    name: ClassVar[str] = "native"
+    heads_per_row: ClassVar[int] = 1
+    takes_projections: ClassVar[bool] = False
+    verifies_blocks: ClassVar[bool] = False
 
-def native_write_kv(
-    layer: LayerKV, k_TKh: jax.Array, v_TKh: jax.Array, slots: jax.Array
-) -> LayerKV:
-    """The `WriteKV` of JIT-compiled CPU kernels."""
-    k, v = k_TKh.astype("float32"), v_TKh.astype("float32")
-    return LayerKV(*sgljax_cpu.write_kv(k, v, layer.k, layer.v, slots))
+    def attend(
+        self, q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
+    ) -> jax.Array:
+        """Implements `Attention`."""
+        num_heads, head_dim = q_NQDh.shape[2:]
+        out = sgljax_cpu.paged_attention(
+            q_NQDh.reshape(-1, num_heads, head_dim).astype("float32"),
+            layer.k,
+            layer.v,
+            tables.page_table,
+            tables.positions,
+            tables.kv_lens,
+            _shape(num_heads, layer, options),
+        )
+        return out.reshape(q_NQDh.shape).astype(q_NQDh.dtype)
+
+    def write_and_attend(
+        self,
+        new: NewTokens,
+        layer: LayerKV,
+        tables: BlockTables,
+        slots: jax.Array,
+        options: AttentionOptions,
+    ) -> tuple[jax.Array, LayerKV]:
+        """Implements `Attention`."""
+        k, v = new.k.astype("float32"), new.v.astype("float32")
+        layer = LayerKV(*sgljax_cpu.write_kv(k, v, layer.k, layer.v, slots))
+        out = self.attend(in_blocks(new.q, tables), layer, tables, options)
+        return out.reshape(new.q.shape), layer
 
 
 def native_problem(target: Target, head_dims: Sequence[int]) -> str | None:
@@ -45,22 +62,6 @@ def native_problem(target: Target, head_dims: Sequence[int]) -> str | None:
     lanes = sgljax_cpu.host_vectors().lanes
     odd = [head_dim for head_dim in head_dims if head_dim % lanes]
     return f"it needs a head_dim that is a multiple of {lanes}, got {odd[0]}" if odd else None
-
-
-def native_backend(target: Target, head_dims: Sequence[int]) -> AttentionBackend:
-    """The backend "native".
-
-    Raises:
-        InvalidConfigError: when it is not available.
-    """
-    require_backend(native_problem(target, head_dims), "attention_backend 'native'")
-    return AttentionBackend(
-        "native",
-        native_attention,
-        native_attention,
-        write_kv=native_write_kv,
-        verifies_blocks=False,
-    )
 
 
 def _shape(num_heads: int, layer: LayerKV, options: AttentionOptions) -> sgljax_cpu.AttentionShape:

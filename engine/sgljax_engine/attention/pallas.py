@@ -5,21 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from jax.sharding import PartitionSpec as P
 
 from sgljax_engine.attention.base import (
-    AttentionBackend,
     AttentionOptions,
     BlockTables,
-    FusedAttention,
-    Projections,
+    NewTokens,
     Prologue,
+    in_blocks,
     map_tiles,
 )
-from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.cache.kv_pages import LayerKV, write_kv
 from sgljax_engine.kernels.gpu.decode_attention import HeadNorms, decode_attention
 from sgljax_engine.kernels.gpu.invariant import Slots, prepare_heads
 from sgljax_engine.kernels.gpu.paged_attention import (
@@ -29,33 +28,46 @@ from sgljax_engine.kernels.gpu.paged_attention import (
     paged_attention,
 )
 from sgljax_engine.kernels.gpu.prefill_attention import fills_gpu, prefill_attention
-from sgljax_engine.layers.target import Target, kv_axes, require_backend
+from sgljax_engine.layers.basic import rms_norm
+from sgljax_engine.layers.kernels import Kernels
+from sgljax_engine.layers.rope import apply_rope
+from sgljax_engine.layers.target import Target, kv_axes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PallasAttention:
-    """The `PagedAttention` backend "pallas", for prefill and decode. Static and hashable.
+    """The `Attention` of NVIDIA GPUs.
 
     Attributes:
-        joins_blocks: Take prompts that fill the GPU by `prefill_attention`.
-        is_invariant: Give a query the same bits in any batch; then it joins no blocks.
+        is_fused: Take prompts that fill the GPU by `prefill_attention`, and tokens of decode from
+            their projections on by `decode_attention`; on one GPU.
+        is_invariant: Give a query the same bits in any batch, from its projections on; on one GPU.
         mesh: Axes over which query heads are sharded; None on one device. Kv heads are sharded over
             those that `kv_axes` says, and copied over the others.
         interpret: Run the kernel as plain JAX operations on any device. Slow; for tests.
     """
 
-    joins_blocks: bool = True
+    name: ClassVar[str] = "pallas"
+    heads_per_row: ClassVar[int] = 1
+    verifies_blocks: ClassVar[bool] = True
+
+    is_fused: bool = False
     is_invariant: bool = False
     mesh: jax.sharding.AbstractMesh | None = None
     interpret: bool = False
 
-    def __call__(
+    @property
+    def takes_projections(self) -> bool:
+        """See `Attention`."""
+        return self.is_fused or self.is_invariant
+
+    def attend(
         self, q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
     ) -> jax.Array:
-        """Attends; `head_dim` is one of `HEAD_DIMS`. The output is 0 where `kv_lens` is 0."""
+        """Implements `Attention`; the output is 0 where `kv_lens` is 0."""
 
         def call(q: jax.Array, layer: LayerKV, tables: BlockTables) -> jax.Array:
-            if self.joins_blocks and not self.is_invariant and fills_gpu(q.shape, layer.k):
+            if self.is_fused and fills_gpu(q.shape, layer.k):
                 scores = Scores(*options)
                 return prefill_attention(
                     q, layer.k, layer.v, *tables, scores, interpret=self.interpret
@@ -96,29 +108,48 @@ class PallasAttention:
             interpret=self.interpret,
         )
 
-    def from_projections(
-        self, new: Projections, layer: LayerKV, tables: BlockTables, options: AttentionOptions
+    def write_and_attend(
+        self,
+        new: NewTokens,
+        layer: LayerKV,
+        tables: BlockTables,
+        slots: jax.Array,
+        options: AttentionOptions,
     ) -> tuple[jax.Array, LayerKV]:
-        """Implements `base.ProjectionAttention`, on one device."""
-        out, (k, v) = decode_attention(
-            *new[:3],
-            *_rope_and_norms(new.prologue),
-            (layer.k, layer.v),
-            tables.page_table,
-            tables.kv_lens,
-            Scores(*options),
-            interpret=self.interpret,
-        )
-        return out, LayerKV(k, v)
+        """Implements `Attention`."""
+        q, k, v, prologue = new
+        if prologue is not None and self.is_fused and tables.positions.shape[1] == 1:
+            out, pages = decode_attention(
+                q,
+                k,
+                v,
+                *_rope_and_norms(prologue),
+                (layer.k, layer.v),
+                tables.page_table,
+                tables.kv_lens,
+                Scores(*options),
+                interpret=self.interpret,
+            )
+            return out, LayerKV(*pages)
+        if prologue is not None and self.is_invariant:
+            into, (rope, norms) = Slots(layer.k, layer.v, slots), _rope_and_norms(prologue)
+            q, pages = prepare_heads(q, k, v, rope, norms, into, interpret=self.interpret)
+            layer = LayerKV(*pages)
+        else:
+            if prologue is not None:
+                q, k = (
+                    _rotated(q, prologue, prologue.q_norm),
+                    _rotated(k, prologue, prologue.k_norm),
+                )
+            layer = write_kv(layer, k, v, slots)
+        return self.attend(in_blocks(q, tables), layer, tables, options).reshape(q.shape), layer
 
-    def prepare(
-        self, new: Projections, layer: LayerKV | None, slots: jax.Array | None
-    ) -> tuple[jax.Array, LayerKV]:
-        """Implements `base.PrepareHeads`, on one device."""
-        into = None if layer is None or slots is None else Slots(layer.k, layer.v, slots)
-        rope, norms = _rope_and_norms(new.prologue)
-        q, (k, v) = prepare_heads(*new[:3], rope, norms, into, interpret=self.interpret)
-        return q, LayerKV(k, v)
+
+def _rotated(x: jax.Array, prologue: Prologue, norm: jax.Array | None) -> jax.Array:
+    """Heads with rotary embedding, after their norm if there is one."""
+    if norm is not None:
+        x = rms_norm(x, norm, prologue.eps, prologue.offset)
+    return apply_rope(x, prologue.sin, prologue.cos)
 
 
 def _rope_and_norms(
@@ -138,44 +169,16 @@ def gpu_problem(target: Target, head_dims: Sequence[int]) -> str | None:
     return f"it needs a head_dim of {HEAD_DIMS}, got {odd[0]}" if odd else None
 
 
-def gpu_backend(target: Target, head_dims: Sequence[int]) -> AttentionBackend:
-    """The backend "pallas".
-
-    Raises:
-        InvalidConfigError: when it is not available.
-    """
-    require_backend(gpu_problem(target, head_dims), "attention_backend 'pallas'")
-    return backend_of(target)
-
-
-def backend_of(target: Target, *, interpret: bool = False) -> AttentionBackend:
-    """The backend "pallas" on any devices; arguments as of `attention_for`."""
-    attention = attention_for(target, joins_blocks=False, interpret=interpret)
-    invariant = attention_for(target, is_invariant=True, interpret=interpret)
-    if attention.mesh is not None:
-        return AttentionBackend("pallas", attention, invariant)
-    joining = attention_for(target, interpret=interpret)
-    fused = FusedAttention(joining, joining.from_projections)
-    return AttentionBackend("pallas", attention, invariant, prepare=invariant.prepare, fused=fused)
-
-
-@functools.cache
-def attention_for(
-    target: Target,
-    *,
-    joins_blocks: bool = True,
-    is_invariant: bool = False,
-    interpret: bool = False,
-) -> PallasAttention:
-    """The attention of an engine's devices; the same object for equal ones, as JAX's caches need.
+def gpu_attention(target: Target, kernels: Kernels, *, interpret: bool = False) -> PallasAttention:
+    """The attention of an engine on GPUs.
 
     Args:
         target: What the engine runs on.
-        joins_blocks: As of `PallasAttention`.
-        is_invariant: As of `PallasAttention`.
+        kernels: Its kernels of all but attention: fused ones come with fused attention.
         interpret: As of `PallasAttention`; for tests.
     """
-    mesh = target.mesh if target.num_tensor_shards > 1 else None
-    return PallasAttention(
-        joins_blocks=joins_blocks, is_invariant=is_invariant, mesh=mesh, interpret=interpret
-    )
+    if target.num_tensor_shards > 1:
+        return PallasAttention(mesh=target.mesh, interpret=interpret)
+    is_invariant = kernels.is_batch_invariant
+    is_fused = kernels.fused is not None and not is_invariant
+    return PallasAttention(is_fused=is_fused, is_invariant=is_invariant, interpret=interpret)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from sgljax_engine.attention.base import AttentionBackend, AttentionOptions, BlockTables
-from sgljax_engine.attention.batch_invariant import ordered_backend
+from sgljax_engine.attention.base import AttentionOptions, BlockTables, NewTokens, in_blocks
 from sgljax_engine.cache.kv_pages import LayerKV, pack_heads
 from sgljax_engine.kernels.tpu.paged_attention import paged_attention
 from sgljax_engine.kernels.tpu.paged_sizes import Scores
-from sgljax_engine.layers.target import Target, kv_axes, require_backend
+from sgljax_engine.layers.target import Target, kv_axes
 
 LANES = 128
 """Lanes of a vector register. A row of a page is a multiple: smaller heads share one."""
@@ -24,49 +22,43 @@ LANES = 128
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TpuAttention:
-    """All three forms of attention, by one kernel. Static and hashable.
+    """The `Attention` of TPUs, by one kernel.
 
     Attributes:
+        heads_per_row: See `Attention`.
         mesh: Axes over which query heads are sharded; None on one device. Kv heads are sharded over
             those that `kv_axes` says, and copied over the others.
         interpret: As of `pl.pallas_call`; for tests.
     """
 
+    name: ClassVar[str] = "tpu"
+    takes_projections: ClassVar[bool] = False
+    verifies_blocks: ClassVar[bool] = True
+
+    heads_per_row: int = 1
     mesh: jax.sharding.AbstractMesh | None = None
     interpret: Any = False
 
     def attend(
         self, q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
     ) -> jax.Array:
-        """Implements `base.PagedAttention`; pages have one head a row."""
+        """Implements `Attention`; pages have one head a row."""
         return self._call(q_NQDh, None, layer, tables, options)[0]
 
     def write_and_attend(
         self,
-        q_NQDh: jax.Array,
-        k_NQKh: jax.Array,
-        v_NQKh: jax.Array,
+        new: NewTokens,
         layer: LayerKV,
         tables: BlockTables,
+        slots: jax.Array,
         options: AttentionOptions,
     ) -> tuple[jax.Array, LayerKV]:
-        """Implements `base.PrefillAttention`; pages have `heads_per_row` heads a row."""
-        new = k_NQKh.astype(layer.k.dtype), v_NQKh.astype(layer.v.dtype)
-        return self._call(q_NQDh, new, layer, tables, options)
-
-    def decode(
-        self,
-        q_BDh: jax.Array,
-        k_BKh: jax.Array,
-        v_BKh: jax.Array,
-        layer: LayerKV,
-        tables: BlockTables,
-        options: AttentionOptions,
-    ) -> tuple[jax.Array, LayerKV]:
-        """Implements `base.DecodeAttention`; pages have `heads_per_row` heads a row."""
-        q, k, v = (x[:, None] for x in (q_BDh, k_BKh, v_BKh))
-        out, layer = self.write_and_attend(q, k, v, layer, tables, options)
-        return out[:, 0], layer
+        """Implements `Attention`. The kernel finds the slots by itself."""
+        del slots
+        q, k, v = (in_blocks(x, tables) for x in new[:3])
+        made = k.astype(layer.k.dtype), v.astype(layer.v.dtype)
+        out, layer = self._call(q, made, layer, tables, options)
+        return out.reshape(new.q.shape), layer
 
     def _call(
         self,
@@ -188,35 +180,15 @@ def tpu_problem(target: Target, head_dims: Sequence[int]) -> str | None:
     return None
 
 
-def tpu_backend(target: Target, head_dims: Sequence[int]) -> AttentionBackend:
-    """The backend "tpu".
-
-    Raises:
-        InvalidConfigError: when it is not available.
-    """
-    require_backend(tpu_problem(target, head_dims), "attention_backend 'tpu'")
-    return backend_of(attention_for(target), head_dims)
-
-
-@functools.cache
-def attention_for(target: Target, interpret: Any = False) -> TpuAttention:
-    """The attention of an engine's devices; the same object for equal ones, as JAX's caches need.
+def tpu_attention(
+    target: Target, head_dims: Sequence[int], *, interpret: Any = False
+) -> TpuAttention:
+    """The attention of an engine on TPUs.
 
     Args:
         target: What the engine runs on.
+        head_dims: Those of the model's layers, whose heads fill equal parts of the lanes.
         interpret: As of `pl.pallas_call`; for tests.
     """
     mesh = target.mesh if target.num_tensor_shards > 1 else None
-    return TpuAttention(mesh=mesh, interpret=interpret)
-
-
-def backend_of(attention: TpuAttention, head_dims: Sequence[int]) -> AttentionBackend:
-    """The attention's functions and facts for a model."""
-    return AttentionBackend(
-        "tpu",
-        attention.attend,
-        ordered_backend("tpu"),
-        attention.decode,
-        prefill=attention.write_and_attend,
-        heads_per_row=heads_per_row(head_dims[0]),
-    )
+    return TpuAttention(heads_per_row=heads_per_row(head_dims[0]), mesh=mesh, interpret=interpret)

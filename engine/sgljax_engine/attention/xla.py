@@ -1,25 +1,28 @@
-"""Attention in portable JAX: one loop over the keys, or one per tile of query blocks.
+"""The attention backend "xla": one loop over the keys, in portable JAX.
 
 Shape legend: that of `attention.base`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sgljax_engine.attention.base import MASKED, AttentionOptions, BlockTables, map_tiles
-from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.attention.base import (
+    MASKED,
+    AttentionOptions,
+    BlockTables,
+    NewTokens,
+    in_blocks,
+)
+from sgljax_engine.cache.kv_pages import LayerKV, write_kv
 from sgljax_engine.layers.basic import soft_cap
 
 _KEYS_PER_STEP = 64
-_BLOCKS_PER_TILE = 8
-
-_LONG_KEYS_PER_STEP = 256
-"""Step for many blocks of one request on a CPU, with products large enough to keep it busy."""
 
 
 class _Softmax(NamedTuple):
@@ -103,11 +106,10 @@ def xla_attention(
     layer: LayerKV,
     tables: BlockTables,
     options: AttentionOptions,
-    keys_per_step: int = _KEYS_PER_STEP,
 ) -> jax.Array:
-    """The portable backend: a loop over the context, all blocks together in each step.
+    """A loop over the context, all blocks together in each step.
 
-    A step takes `keys_per_step` keys, or a page if that is more. The loop ends at the longest
+    A step takes `_KEYS_PER_STEP` keys, or a page if that is more. The loop ends at the longest
     context in the batch, so its cost does not depend on the width of the page table; with a window
     it begins at the oldest key that a query of the batch sees.
     """
@@ -116,7 +118,7 @@ def xla_attention(
     num_blocks, num_kv_heads, num_rows, head_dim = q_NKRh.shape
     num_queries = q_NQDh.shape[1]
     group = num_rows // num_queries
-    count = max(keys_per_step // layer.page_size, 1)
+    count = max(_KEYS_PER_STEP // layer.page_size, 1)
     keys_per_step = count * layer.page_size
     page_table = _pad_tables(tables, count)
     num_loops = (jnp.max(tables.kv_lens) + keys_per_step - 1) // keys_per_step
@@ -152,36 +154,30 @@ def xla_attention(
     return _ungroup(softmax.result(), q_NQDh)
 
 
-def xla_tiles_attention(
-    q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
-) -> jax.Array:
-    """The CPU backend: `xla_attention` over a few blocks at a time, one tile after another.
+@dataclasses.dataclass(frozen=True)
+class XlaAttention:
+    """The `Attention` of portable JAX."""
 
-    A tile's keys fit the caches, and each tile loops only over the keys that its blocks see. But if
-    many blocks all belong to one request, its keys are loaded once for all of them.
-    """
-    num_blocks, num_queries = q_NQDh.shape[:2]
+    name: ClassVar[str] = "xla"
+    heads_per_row: ClassVar[int] = 1
+    takes_projections: ClassVar[bool] = False
+    verifies_blocks: ClassVar[bool] = True
 
-    def one_tile(args: tuple[jax.Array, BlockTables]) -> jax.Array:
-        return xla_attention(args[0], layer, args[1], options)
+    def attend(
+        self, q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
+    ) -> jax.Array:
+        """Implements `Attention`, by `xla_attention`."""
+        return xla_attention(q_NQDh, layer, tables, options)
 
-    def in_tiles() -> jax.Array:
-        tile = min(num_blocks, _BLOCKS_PER_TILE)
-        return map_tiles(one_tile, (q_NQDh, tables), num_blocks, tile)
-
-    def as_one() -> jax.Array:
-        merged = BlockTables(
-            page_table=tables.page_table[:1],
-            positions=tables.positions.reshape(1, -1),
-            kv_lens=jnp.max(tables.kv_lens, keepdims=True),
-        )
-        q = q_NQDh.reshape(1, -1, *q_NQDh.shape[2:])
-        out = xla_attention(q, layer, merged, options, _LONG_KEYS_PER_STEP)
-        return out.reshape(q_NQDh.shape)
-
-    if num_queries == 1 or num_blocks <= _BLOCKS_PER_TILE:  # decode rows: one per request
-        return in_tiles()
-    has_same_pages = jnp.all(tables.page_table == tables.page_table[:1], axis=1)
-    comes_later = tables.positions[:, 0] >= tables.positions[0, 0]
-    is_one = jnp.all((has_same_pages & comes_later) | (tables.kv_lens == 0))
-    return lax.cond(is_one, as_one, in_tiles)
+    def write_and_attend(
+        self,
+        new: NewTokens,
+        layer: LayerKV,
+        tables: BlockTables,
+        slots: jax.Array,
+        options: AttentionOptions,
+    ) -> tuple[jax.Array, LayerKV]:
+        """Implements `Attention`."""
+        layer = write_kv(layer, new.k, new.v, slots)
+        out = self.attend(in_blocks(new.q, tables), layer, tables, options)
+        return out.reshape(new.q.shape), layer

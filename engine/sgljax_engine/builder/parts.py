@@ -7,18 +7,14 @@ import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import jax
-
 import sgljax_cpu
-from sgljax_engine.attention.base import AttentionBackend
-from sgljax_engine.attention.registry import engine_attention
+from sgljax_engine.attention.registry import attention_problem, engine_attention
 from sgljax_engine.builder.program_memory import program_bytes
 from sgljax_engine.cache.window import NUM_NULL
 from sgljax_engine.cache.zeros import MakeZeros, shape_of_zeros
 from sgljax_engine.config import TOKEN_BLOCK, EngineConfig
-from sgljax_engine.layers.basic import SMALL_BATCH
-from sgljax_engine.layers.int8 import SCALE_SUFFIX
-from sgljax_engine.layers.kernels import CpuKernels, pick_kernels
+from sgljax_engine.errors import InvalidConfigError
+from sgljax_engine.layers.kernels import CpuKernels, Kernels, pick_kernels
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ModelContext, ModelDefinition
@@ -33,9 +29,8 @@ from sgljax_engine.runner.batches.batch import (
 from sgljax_engine.runner.batches.drafts import TextSizes
 from sgljax_engine.runner.compile.compiled import Lowerings
 from sgljax_engine.runner.compile.shapes import BatchShapes
-from sgljax_engine.runner.compile.widths import agreeing_widths, require_invariance
 from sgljax_engine.runner.kv.plan import MemoryPlan, plan_memory
-from sgljax_engine.runner.programs.context import ProgramContext
+from sgljax_engine.runner.programs.context import DraftContext, ProgramContext
 from sgljax_engine.runner.programs.drafts import search_text
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.sampling.native import NATIVE
@@ -94,9 +89,8 @@ def plan_parts(
         InvalidConfigError: when the configuration does not fit; says what would fit.
     """
     page_size = config.cache.page_size
-    attention = engine_attention(config.runtime, placement.target, model.head_dims)
     definition = get_model(model.architecture)
-    static = _program_context(config, definition, model, placement, weights, attention, slots)
+    static = _program_context(config, definition, model, placement, slots)
     plan = functools.partial(
         plan_memory,
         model,
@@ -104,15 +98,14 @@ def plan_parts(
         placement,
         max_model_len,
         placement.held_bytes(weights.values()),
-        contiguous_kv=attention.contiguous_kv,
-        heads_per_row=static.heads_per_row,
+        heads_per_row=static.attention.heads_per_row,
         num_engines=num_engines,
         are_loaded=are_loaded,
         device_bytes=device_bytes,
     )
     batch_buckets, token_buckets = _buckets(config, placement.platform, static.prefill_pass)
     table_width = -(-max_model_len // page_size)
-    texts = TextSizes.of(max_model_len, static.max_row_tokens) if static.num_drafts else None
+    texts = TextSizes.of(max_model_len, static.max_row_tokens) if static.drafts.num_drafts else None
     shapes = BatchShapes(batch_buckets, token_buckets, TOKEN_BLOCK, table_width, texts)
     parts = _parts(static, plan(), shapes, Lowerings.for_engines(num_engines))
     is_accelerator = device_bytes is not None or not placement.is_own_cpu
@@ -175,7 +168,6 @@ def build_runner(
         costs=costs,
         num_window_pages=0 if windows is None else windows.num_pages + NUM_NULL,
         num_state_slots=parts.memory.report.state_slots,
-        contiguous_shapes=parts.memory.contiguous_shapes,
         slots=slots,
         lowerings=parts.lowerings,
         make_zeros=make_zeros,
@@ -187,91 +179,89 @@ def _program_context(
     definition: ModelDefinition,
     model: ModelConfig,
     placement: Placement,
-    weights: Mapping[str, jax.Array],
-    attention: AttentionBackend,
     slots: AdapterSlots | None,
 ) -> ProgramContext:
-    runtime = config.runtime
-    kernels = pick_kernels(runtime.linear_backend, placement.target).kernels
+    runtime, target = config.runtime, placement.target
+    kernels = pick_kernels(runtime.linear_backend, target).kernels
     is_native = isinstance(kernels, CpuKernels)
     if is_native:
         kernels = CpuKernels(_partial_outputs(definition, model, placement, slots))
-    context = ModelContext(
-        model,
-        placement.layout,
-        kernels=kernels,
-        dtype=placement.dtype,
-        lora_rank=config.lora.max_lora_rank if config.lora.max_loras else 0,
-        returns_routed=config.cache.enable_return_routed_experts,
-    )
-    sampler_width = None
-    if runtime.enable_deterministic_sampling and not is_native:
-        context = _batch_invariant(definition, context, attention, weights, placement)
-        sampler_width = (context.tile_widths or (SMALL_BATCH,))[0]
-    fused = attention.fused if kernels.fused is not None else None
+    if runtime.enable_deterministic_sampling:
+        kernels = _batch_invariant(kernels, config, definition, model, placement)
+    name = runtime.attention_backend
+    attention = engine_attention(name, target, model.head_dims, kernels)
+    if runtime.enable_deterministic_sampling and attention.name == "xla":
+        problem = attention_problem("native", target, model.head_dims)
+        raise _not_deterministic(f"attention in a fixed order cannot be had: {problem}")
     drafts = config.speculation
-    num_drafts = drafts.speculative_num_draft_tokens if drafts.speculation != "off" else 0
     return ProgramContext(
         model=definition,
-        context=context,
-        attention=attention.attend if fused is None else fused.attend,
+        context=ModelContext(
+            model,
+            kernels=kernels,
+            takes_projections=attention.takes_projections,
+            dtype=placement.dtype,
+            lora_rank=config.lora.max_lora_rank if config.lora.max_loras else 0,
+            returns_routed=config.cache.enable_return_routed_experts,
+        ),
+        attention=attention,
         page_size=config.cache.page_size,
+        page_layouts=placement.page_layouts(model, attention.heads_per_row),
         max_steps=config.scheduler.decode_steps,
         prefill_pass=prefill_pass(placement.platform),
-        decode_attention=attention.decode,
-        prefill_attention=attention.prefill,
-        projection_attention=None if fused is None else fused.projections,
-        prepare=attention.prepare if context.kernels.is_batch_invariant else None,
-        write_kv=attention.write_kv,
         sampler=NATIVE if is_native else XLA,
-        sampler_width=sampler_width,
-        is_deterministic=bool(runtime.enable_deterministic_sampling),
         num_vocab_shards=placement.num_tensor_shards,
-        heads_per_row=attention.heads_per_row,
-        num_drafts=num_drafts,
-        max_step_tokens=max_step_tokens(placement.platform),
-        verifies_blocks=attention.verifies_blocks,
-        search=sgljax_cpu.longest_match if is_native else search_text,
+        drafts=DraftContext(
+            drafts.speculative_num_draft_tokens if drafts.speculation != "off" else 0,
+            max_step_tokens(placement.platform),
+            sgljax_cpu.longest_match if is_native else search_text,
+        ),
     )
 
 
 def _batch_invariant(
+    kernels: Kernels,
+    config: EngineConfig,
     definition: ModelDefinition,
-    context: ModelContext,
-    attention: AttentionBackend,
-    weights: Mapping[str, jax.Array],
+    model: ModelConfig,
     placement: Placement,
-) -> ModelContext:
-    """The context whose tokens have the same bits in any batch: by its kernels, else by tiles."""
-    # Of devices that nobody has, nothing can be found out.
-    are_here = all(isinstance(weight, jax.Array) for weight in weights.values())
-    if context.kernels.fused is not None and _is_plain(context, weights):
-        from sgljax_engine.layers.invariant import InvariantKernels, is_served
+) -> Kernels:
+    """Kernels with which a token has the same bits whatever it is computed with.
 
-        specs = definition.param_specs(context.config).values()
-        sizes = [spec.shape for spec in specs if spec.kind.is_projection]
-        if is_served(sizes, context.dtype):
-            context = context._replace(kernels=InvariantKernels.make())
-            if are_here:
-                prepare, is_own_cpu = attention.prepare, placement.is_own_cpu
-                require_invariance(definition, context, prepare, weights, is_own_cpu)
-            return context
-    widths: tuple[int, ...] = (SMALL_BATCH,)
-    if are_here:
-        widths = agreeing_widths(definition, context, weights, placement.is_own_cpu)
-    return context._replace(tile_widths=widths)
-
-
-def _is_plain(context: ModelContext, weights: Mapping[str, jax.Array]) -> bool:
-    """Whether batch-invariant kernels have all that the model does.
-
-    They lack experts, adapters, quantised weights, recurrences, and keys that are values or another
-    layer's.
+    Raises:
+        InvalidConfigError: where there are none, and why.
     """
-    model, is_quantised = context.config, any(name.endswith(SCALE_SUFFIX) for name in weights)
-    has_own_keys = not model.attention.kv_layers and model.attention.full_kv is None
-    is_dense = model.moe is None and model.linear_attention is None
-    return has_own_keys and is_dense and not context.lora_rank and not is_quantised
+    if kernels.is_batch_invariant:
+        return kernels
+    if kernels.fused is None:
+        raise _not_deterministic(
+            "XLA's products add in an order that depends on the batch; kernels with a fixed order "
+            f"are for one CPU ({placement.target.cpu_kernels_problem()}) and for one GPU with "
+            "linear_backend 'pallas'"
+        )
+    from sgljax_engine.layers.invariant import InvariantKernels, is_served
+
+    attention, lora = model.attention, config.lora
+    problems = {
+        "experts": model.moe is not None,
+        "recurrent states": model.linear_attention is not None,
+        "keys that several layers share, or that are values too": bool(attention.kv_layers)
+        or attention.full_kv is not None,
+        "adapters (max_loras)": bool(lora.max_loras),
+        f"quantization {placement.quantization!r}": placement.quantization is not None,
+    }
+    sizes = [
+        spec.shape for spec in definition.param_specs(model).values() if spec.kind.is_projection
+    ]
+    problems["projections of these sizes and this dtype"] = not is_served(sizes, placement.dtype)
+    found = [name for name, is_there in problems.items() if is_there]
+    if found:
+        raise _not_deterministic(f"the kernels with a fixed order do not take {found[0]}")
+    return InvariantKernels.make()
+
+
+def _not_deterministic(why: str) -> InvalidConfigError:
+    return InvalidConfigError(f"enable_deterministic_sampling cannot be had here: {why}")
 
 
 def _partial_outputs(

@@ -18,8 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from sgljax_engine.layers.basic import Layout
-from sgljax_engine.layers.kernels import Kernels, Options, Weight
+from sgljax_engine.layers.kernels import Kernels, Weight
 
 _LANES = 128
 """Lanes of a TPU's vector register."""
@@ -36,29 +35,14 @@ class Routing(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """The weights of a layer's experts, in the layout of the context.
+    """The weights of a layer's experts.
 
-    Shape: gate, up: [E, F, D] features first, else [E, D, F]. down: [E, D, F] features first, else
-        [E, F, D]. Or panels of these.
+    Shape: gate, up: [E, D, F]. down: [E, F, D]. Or panels of these.
     """
 
     gate: Weight
     up: Weight
     down: Weight
-
-
-class MixOptions(NamedTuple):
-    """Static facts about how experts are computed.
-
-    Attributes:
-        kernels: Products of the backend.
-        activation: Activation of an expert's gate.
-        computed: How to compute products.
-    """
-
-    kernels: Kernels
-    activation: Callable[[jax.Array], jax.Array]
-    computed: Options
 
 
 def route(logits_TE: jax.Array, num_chosen: int, *, is_normalized: bool) -> Routing:
@@ -81,7 +65,8 @@ def mix(
     routing: Routing,
     experts: Experts,
     is_used: jax.Array | None,
-    options: MixOptions,
+    kernels: Kernels,
+    activation: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
     """The weighted sum [T, D] of each token's experts, added in float32 in the routing's order.
 
@@ -93,24 +78,23 @@ def mix(
         routing: The choice of experts.
         experts: Their weights.
         is_used: [T] bool; other tokens take no expert's time, and get zeros. None uses all.
-        options: Static facts.
+        kernels: Products of the backend.
+        activation: Activation of an expert's gate.
     """
-    mesh, num_experts = options.kernels.mesh, experts.gate.shape[0]
+    mesh, num_experts = kernels.mesh, experts.gate.shape[0]
     if mesh is None:
-        return _mix(x_TD, routing, experts, is_used, options).astype(x_TD.dtype)
-    features = 1 if options.computed.layout is Layout.FEATURES_FIRST else 2
-    by_width = shards_width(num_experts, experts.gate.shape[features], mesh.size)
+        return _mix(x_TD, routing, experts, is_used, kernels, activation).astype(x_TD.dtype)
+    by_width = shards_width(num_experts, experts.gate.shape[2], mesh.size)
     axes = mesh.axis_names
 
     def on_device(x: jax.Array, routing: Routing, experts: Experts, used: jax.Array) -> jax.Array:
         if not by_width:
             first = lax.axis_index(axes) * (num_experts // mesh.size)
             routing = routing._replace(ids=routing.ids - first)
-        return lax.psum(_mix(x, routing, experts, used, options), axes)
+        return lax.psum(_mix(x, routing, experts, used, kernels, activation), axes)
 
     widening, narrowing = (
-        P(*(axes if i == (axis if by_width else 0) else None for i in range(3)))
-        for axis in (features, 3 - features)
+        P(*(axes if i == (axis if by_width else 0) else None for i in range(3))) for axis in (2, 1)
     )
     specs: Any = Experts(gate=widening, up=widening, down=narrowing)  # type: ignore[arg-type]
     used = jnp.ones(x_TD.shape[0], bool) if is_used is None else is_used
@@ -135,7 +119,8 @@ def _mix(
     routing: Routing,
     experts: Experts,
     is_used: jax.Array | None,
-    options: MixOptions,
+    kernels: Kernels,
+    activation: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
     """`mix` in float32 with the experts of one device; ids of others are out of their range."""
     num_tokens, num_chosen = routing.ids.shape
@@ -153,11 +138,11 @@ def _mix(
     group_sizes = jnp.sum(is_of, axis=0, dtype=jnp.int32)
 
     def multiply(weights: Weight, x: jax.Array) -> jax.Array:
-        return options.kernels.ragged_linear(weights, x, group_sizes, options.computed)
+        return kernels.ragged_linear(weights, x, group_sizes)
 
     x = jnp.take(x_TD, order // num_chosen, axis=0, mode="clip")
     gate, up = multiply(experts.gate, x), multiply(experts.up, x)
-    out = multiply(experts.down, options.activation(gate) * up)
+    out = multiply(experts.down, activation(gate) * up)
     out = jnp.take(out, places, axis=0, mode="clip").astype(jnp.float32)
     out = out.reshape(num_tokens, num_chosen, -1)
     if here is not None:

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.layers.basic import Layout, embed, linear, unembed
+from sgljax_engine.layers.basic import embed, linear, unembed
 
 SCALE_SUFFIX = "_scale"
 """Suffix of a quantised weight's name, for its factors among the engine's weights."""
@@ -18,7 +18,7 @@ SCALE_SUFFIX = "_scale"
 class Int8Weight:
     """A quantised weight inside a program.
 
-    Shape: values: int8, in the layout. scale: [outputs] float32.
+    Shape: values: int8, [in, out]. scale: [outputs] float32.
     """
 
     values: jax.Array
@@ -35,10 +35,10 @@ class Int8Weight:
         return self
 
 
-def int8_linear(x: jax.Array, weight: Int8Weight, layout: Layout) -> jax.Array:
+def int8_linear(x: jax.Array, weight: Int8Weight) -> jax.Array:
     """`x @ W` over features; the factors multiply the result."""
-    product = linear(x, weight.values.astype(x.dtype), layout)
-    return product * layout.per_feature(weight.scale).astype(x.dtype)
+    product = linear(x, weight.values.astype(x.dtype))
+    return product * weight.scale[None].astype(x.dtype)
 
 
 def int8_unembed(

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 
 from sgljax_engine.kernels.gpu import invariant
 from sgljax_engine.kernels.gpu import linear as fused
-from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.fused import FusedProducts
-from sgljax_engine.layers.kernels import Options, Weight, XlaKernels
+from sgljax_engine.layers.kernels import Weight, XlaKernels
 from sgljax_engine.layers.rope import constant_timescales, rope_angles
 
 
@@ -39,10 +38,9 @@ class InvariantKernels(XlaKernels):
         """True."""
         return True
 
-    def linear(self, weight: Weight, x: jax.Array, options: Options) -> jax.Array:
-        """`x @ W`, tokens first."""
+    def linear(self, weight: Weight, x: jax.Array) -> jax.Array:
+        """`x @ W`."""
         assert isinstance(weight, jax.Array)
-        assert options.layout is Layout.TOKENS_FIRST
         return invariant.linear(x, weight, interpret=self.interpret)
 
     def unembed(self, table_VD: Weight, hidden_TD: jax.Array) -> jax.Array:
@@ -50,18 +48,14 @@ class InvariantKernels(XlaKernels):
         assert isinstance(table_VD, jax.Array)
         return invariant.unembed(hidden_TD, table_VD, interpret=self.interpret)
 
-    def norm(
-        self, x: jax.Array, weight: jax.Array | None, eps: float, offset: float, options: Options
-    ) -> jax.Array:
+    def norm(self, x: jax.Array, weight: jax.Array | None, eps: float, offset: float) -> jax.Array:
         """Root-mean-square norm over features."""
-        del options
         return invariant.rms_norm(x, weight, eps, offset, interpret=self.interpret)
 
     def rope_tables(
-        self, positions: jax.Array, timescales: Callable[[], jax.Array], options: Options
+        self, positions: jax.Array, timescales: Callable[[], jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
         """Sines and cosines of rotary angles."""
-        del options
         constants = jnp.asarray(constant_timescales(timescales))
         angles = rope_angles(positions, constants)[:, 0]
         sin, cos = invariant.sines(angles, interpret=self.interpret)

@@ -16,15 +16,7 @@ from jax import lax
 
 import sgljax_cpu
 from sgljax_engine.layers import delta_net
-from sgljax_engine.layers.basic import (
-    SMALL_BATCH,
-    Layout,
-    embed,
-    linear,
-    rms_norm,
-    small_batch_linear,
-    unembed,
-)
+from sgljax_engine.layers.basic import embed, linear, rms_norm, unembed
 from sgljax_engine.layers.delta_net import Heads, TokenTerms
 from sgljax_engine.layers.int8 import (
     SCALE_SUFFIX,
@@ -42,19 +34,7 @@ if TYPE_CHECKING:
     from sgljax_engine.layers.tpu import TpuHeads
 
 Weight = jax.Array | sgljax_cpu.Panels | Int8Weight
-"""A weight in the layout of the backend."""
-
-
-class Options(NamedTuple):
-    """How a pass computes. Static.
-
-    Attributes:
-        layout: Layout of activations and weights.
-        is_batch_invariant: Give a token the same bits whatever it is computed with.
-    """
-
-    layout: Layout
-    is_batch_invariant: bool = False
+"""A weight as the backend stores it."""
 
 
 class Kernels(Protocol):
@@ -67,12 +47,16 @@ class Kernels(Protocol):
 
     @property
     def fused(self) -> FusedProducts | None:
-        """Products with what is around them, for passes without tiles."""
+        """Products with what is around them."""
         ...
 
     @property
     def is_batch_invariant(self) -> bool:
-        """Whether a token has the same bits whatever it is computed with, without tiles."""
+        """Whether a token has the same bits whatever it is computed with."""
+        ...
+
+    def activation_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
+        """Dtype of activations, with weights in `dtype`."""
         ...
 
     def weights(self, params: Mapping[str, jax.Array]) -> Mapping[str, Weight]:
@@ -83,13 +67,12 @@ class Kernels(Protocol):
         """The function of arrays, compiled as the backend runs it best; called inside programs."""
         ...
 
-    def linear(self, weight: Weight, x: jax.Array, options: Options) -> jax.Array:
+    def linear(self, weight: Weight, x: jax.Array) -> jax.Array:
         """`x @ W` over features.
 
         Args:
-            weight: [out, in] features first, panels, or [in, out].
-            x: [in, T] features first, else [T, in].
-            options: How to compute it.
+            weight: [in, out], or panels.
+            x: [T, in].
         """
         ...
 
@@ -107,9 +90,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def norm(
-        self, x: jax.Array, weight: jax.Array | None, eps: float, offset: float, options: Options
-    ) -> jax.Array:
+    def norm(self, x: jax.Array, weight: jax.Array | None, eps: float, offset: float) -> jax.Array:
         """Root-mean-square norm over features, in float32; see `basic.rms_norm`.
 
         Args:
@@ -117,19 +98,17 @@ class Kernels(Protocol):
             weight: [D]; None for ones.
             eps: Added to the mean square.
             offset: Added to the weight.
-            options: How to compute it.
         """
         ...
 
     def rope_tables(
-        self, positions: jax.Array, timescales: Callable[[], jax.Array], options: Options
+        self, positions: jax.Array, timescales: Callable[[], jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        """Sines and cosines of rotary angles, in the layout, for `rotate`.
+        """Sines and cosines of rotary angles, for `rotate`.
 
         Args:
             positions: [T] int32.
             timescales: Makes them, [head_dim // 2] float32, see `rope.rope_timescales`.
-            options: How to compute them.
         """
         ...
 
@@ -139,29 +118,24 @@ class Kernels(Protocol):
         norm: tuple[jax.Array, float, float] | None,
         sin: jax.Array,
         cos: jax.Array,
-        options: Options,
     ) -> jax.Array:
         """Rotary embedding of heads, see `rope.apply_rope`.
 
         Args:
-            x: Heads, in the layout.
+            x: [T, N, H].
             norm: Weight, eps and offset of the norm of each head before; None without.
             sin: From `rope_tables`.
             cos: From `rope_tables`.
-            options: How to compute it.
         """
         ...
 
-    def ragged_linear(
-        self, weights: Weight, x: jax.Array, group_sizes: jax.Array, options: Options
-    ) -> jax.Array:
+    def ragged_linear(self, weights: Weight, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
         """`x[t] @ W[e]` for each token t of each expert e, on one device.
 
         Args:
-            weights: [E, out, in] features first, panels, or [E, in, out].
+            weights: [E, in, out], or panels.
             x: [T, in]: first the tokens of expert 0, then those of expert 1, and so on.
             group_sizes: [E] int32, tokens of each expert; together at most T.
-            options: How to compute it.
 
         Returns:
             [T, out]; undefined for tokens beyond the last expert's.
@@ -199,16 +173,23 @@ class XlaKernels:
         mesh: See `Kernels`.
         fused: See `Kernels`; for GPUs.
         heads: Norms and rotates heads, and steps their states; for TPUs.
+        has_ragged_dot: Whether XLA's product of tokens with their experts reads each used weight
+            once, as on TPUs; elsewhere it would multiply all tokens with all experts.
     """
 
     mesh: jax.sharding.AbstractMesh | None = None
     fused: FusedProducts | None = None
     heads: TpuHeads | None = None
+    has_ragged_dot: bool = False
 
     @property
     def is_batch_invariant(self) -> bool:
         """False: libraries' products are not."""
         return False
+
+    def activation_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
+        """That of weights."""
+        return dtype
 
     def weights(self, params: Mapping[str, jax.Array]) -> Mapping[str, Weight]:
         """The weights of a program; a weight with a scale as int8."""
@@ -221,14 +202,12 @@ class XlaKernels:
         """The function itself: XLA fuses."""
         return function
 
-    def linear(self, weight: Weight, x: jax.Array, options: Options) -> jax.Array:
+    def linear(self, weight: Weight, x: jax.Array) -> jax.Array:
         """`x @ W` over features."""
         if isinstance(weight, Int8Weight):
-            return int8_linear(x, weight, options.layout)
+            return int8_linear(x, weight)
         assert isinstance(weight, jax.Array)
-        layout, is_small = options.layout, x.shape[options.layout.token_axis] < SMALL_BATCH
-        multiply = small_batch_linear if options.is_batch_invariant and is_small else linear
-        return multiply(x, weight, layout)
+        return linear(x, weight)
 
     def unembed(self, table_VD: Weight, hidden_TD: jax.Array) -> jax.Array:
         """Logits [T, V] float32."""
@@ -245,27 +224,15 @@ class XlaKernels:
         assert isinstance(table_VD, jax.Array)
         return embed(table_VD, ids_T)
 
-    def norm(
-        self, x: jax.Array, weight: jax.Array | None, eps: float, offset: float, options: Options
-    ) -> jax.Array:
+    def norm(self, x: jax.Array, weight: jax.Array | None, eps: float, offset: float) -> jax.Array:
         """Root-mean-square norm over features."""
-        weight = None if weight is None else options.layout.per_feature(weight)
-        axis, is_ordered = options.layout.feature_axis, options.is_batch_invariant
-        return rms_norm(x, weight, eps, offset, axis, is_ordered=is_ordered)
+        return rms_norm(x, weight, eps, offset)
 
     def rope_tables(
-        self, positions: jax.Array, timescales: Callable[[], jax.Array], options: Options
+        self, positions: jax.Array, timescales: Callable[[], jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        """Sines and cosines of rotary angles, in the layout."""
-        layout = options.layout
-
-        def make(positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-            sin, cos = rope_tables(positions, timescales())
-            return layout.place(sin), layout.place(cos)
-
-        if options.is_batch_invariant:
-            return make(positions)  # a sine computed in another kernel may have other bits
-        return layout.compute_once(make, positions)
+        """Sines and cosines of rotary angles."""
+        return rope_tables(positions, timescales())
 
     def rotate(
         self,
@@ -273,31 +240,21 @@ class XlaKernels:
         norm: tuple[jax.Array, float, float] | None,
         sin: jax.Array,
         cos: jax.Array,
-        options: Options,
     ) -> jax.Array:
         """Rotary embedding of heads, after their norm if there is one."""
-        if self.heads is not None and self.heads.serves(x) and not options.is_batch_invariant:
+        if self.heads is not None and self.heads.serves(x):
             return self.heads.rotate(x, norm, sin, cos)
-        x = x if norm is None else self.norm(x, *norm, options)
-        return apply_rope(x, sin, cos, options.layout.feature_axis)
+        x = x if norm is None else self.norm(x, *norm)
+        return apply_rope(x, sin, cos)
 
-    def ragged_linear(
-        self, weights: Weight, x: jax.Array, group_sizes: jax.Array, options: Options
-    ) -> jax.Array:
-        """`x[t] @ W[e]` for each token t of each expert e.
-
-        For TPUs XLA has a kernel that reads each used weight once. For CPUs and GPUs it would
-        multiply all tokens with all experts. Nothing promises the order of sums of either.
-        """
+    def ragged_linear(self, weights: Weight, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        """`x[t] @ W[e]` for each token t of each expert e."""
         assert isinstance(weights, jax.Array)
-        layout, is_batch_invariant = options
-        if is_batch_invariant or layout is Layout.FEATURES_FIRST:
-            return linear_in_blocks(
-                weights, x, group_sizes, layout, is_batch_invariant=is_batch_invariant
-            )
         if self.fused is not None and self.fused.serves_experts(weights, x):
             return self.fused.ragged_linear(weights, x, group_sizes)
-        return lax.ragged_dot(x, weights, group_sizes)
+        if self.has_ragged_dot:
+            return lax.ragged_dot(x, weights, group_sizes)
+        return linear_in_blocks(weights, x, group_sizes)
 
     def delta_step(
         self, state: jax.Array, heads: Heads, decay: jax.Array, rate: jax.Array
@@ -349,6 +306,11 @@ class CpuKernels:
         """True."""
         return True
 
+    def activation_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
+        """float32."""
+        del dtype
+        return jnp.dtype("float32")
+
     def weights(self, params: Mapping[str, jax.Array]) -> Mapping[str, Weight]:
         """The weights of a program, matrices as panels."""
         outputs = dict(self.partial_outputs)
@@ -363,9 +325,8 @@ class CpuKernels:
         """The function, its equations compiled into few kernels."""
         return sgljax_cpu.fuse(function)
 
-    def linear(self, weight: Weight, x: jax.Array, options: Options) -> jax.Array:
+    def linear(self, weight: Weight, x: jax.Array) -> jax.Array:
         """`x @ W` over features."""
-        del options
         assert isinstance(weight, sgljax_cpu.Panels)
         return sgljax_cpu.linear(weight.array, x, weight.num_outputs, weight.scale)
 
@@ -382,19 +343,15 @@ class CpuKernels:
         assert isinstance(table_VD, jax.Array)
         return embed(table_VD, ids_T).astype(jnp.float32)
 
-    def norm(
-        self, x: jax.Array, weight: jax.Array | None, eps: float, offset: float, options: Options
-    ) -> jax.Array:
+    def norm(self, x: jax.Array, weight: jax.Array | None, eps: float, offset: float) -> jax.Array:
         """Root-mean-square norm over features."""
-        del options
         weight = None if weight is None else weight.astype(jnp.float32)
         return sgljax_cpu.rms_norm(x, weight, eps, offset)
 
     def rope_tables(
-        self, positions: jax.Array, timescales: Callable[[], jax.Array], options: Options
+        self, positions: jax.Array, timescales: Callable[[], jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
         """Sines and cosines of rotary angles."""
-        del options
         return sgljax_cpu.rope_tables(positions, constant_timescales(timescales))
 
     def rotate(
@@ -403,16 +360,12 @@ class CpuKernels:
         norm: tuple[jax.Array, float, float] | None,
         sin: jax.Array,
         cos: jax.Array,
-        options: Options,
     ) -> jax.Array:
         """Rotary embedding of heads, after their norm if there is one."""
-        return sgljax_cpu.rotate(x if norm is None else self.norm(x, *norm, options), sin, cos)
+        return sgljax_cpu.rotate(x if norm is None else self.norm(x, *norm), sin, cos)
 
-    def ragged_linear(
-        self, weights: Weight, x: jax.Array, group_sizes: jax.Array, options: Options
-    ) -> jax.Array:
+    def ragged_linear(self, weights: Weight, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
         """`x[t] @ W[e]` for each token t of each expert e."""
-        del options
         assert isinstance(weights, sgljax_cpu.Panels)
         return sgljax_cpu.ragged_linear(weights.array, x, group_sizes, weights.num_outputs)
 
@@ -469,7 +422,7 @@ def pick_kernels(name: str, target: Target) -> LinearBackend:
     problem = target.cpu_kernels_problem()
     if name == "native":
         require_backend(problem, "linear_backend 'native'")
-    if problem is None and target.layout is Layout.PANELS:
+    if problem is None and target.packs_weights:
         return LinearBackend("native", CpuKernels())
     if name == "pallas" or (name == "auto" and target.platform == "gpu"):
         from sgljax_engine.layers.fused import HOPPER, FusedProducts, fused_problem
@@ -484,5 +437,5 @@ def pick_kernels(name: str, target: Target) -> LinearBackend:
     if name == "auto" and target.platform == "tpu":
         from sgljax_engine.layers.tpu import TpuHeads
 
-        return LinearBackend("xla", XlaKernels(mesh, heads=TpuHeads(mesh)))
+        return LinearBackend("xla", XlaKernels(mesh, heads=TpuHeads(mesh), has_ragged_dot=True))
     return LinearBackend("xla", XlaKernels(mesh), problem if is_cpu else None)

@@ -6,39 +6,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sgljax_engine.layers.basic import Layout
-
-_INVARIANT_BLOCK = 16
-"""Tokens of a block where a product must not depend on the number of tokens."""
-
 _MAX_BLOCK = 64
 
 
-def linear_in_blocks(
-    weights: jax.Array,
-    x: jax.Array,
-    group_sizes: jax.Array,
-    layout: Layout,
-    *,
-    is_batch_invariant: bool,
-) -> jax.Array:
-    """`Kernels.ragged_linear` in a loop over blocks of tokens of one expert.
+def linear_in_blocks(weights: jax.Array, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """`Kernels.ragged_linear` in a loop over blocks of tokens of one expert; for CPUs.
 
-    Its time follows the experts that have tokens. Blocks are of one size in all programs if results
-    must be batch-invariant, so that each product is the same compiled loop body.
-
-    A block may reach beyond its expert's tokens: what it writes there belongs to later blocks,
-    which overwrite it.
+    Its time follows the experts that have tokens. A block may reach beyond its expert's tokens:
+    what it writes there belongs to later blocks, which overwrite it.
     """
     num_tokens, num_experts = x.shape[0], weights.shape[0]
-    size = _INVARIANT_BLOCK if is_batch_invariant else block_size(num_tokens, num_experts)
+    size = block_size(num_tokens, num_experts)
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     num_blocks = (group_sizes + size - 1) // size
     last_blocks = jnp.cumsum(num_blocks, dtype=jnp.int32)
     padded = jnp.pad(x, ((0, size), (0, 0)))
-    is_transposed = layout is Layout.FEATURES_FIRST
-    num_outputs = weights.shape[1 if is_transposed else 2]
-    contracted = (((1,), (1 if is_transposed else 0,)), ((), ()))
 
     def add_block(index: jax.Array, out: jax.Array) -> jax.Array:
         expert = jnp.searchsorted(last_blocks, index, side="right").astype(jnp.int32)
@@ -46,10 +28,9 @@ def linear_in_blocks(
         start = ends[expert] - group_sizes[expert] + (num_blocks[expert] - left) * size
         weight = lax.dynamic_index_in_dim(weights, expert, keepdims=False)
         block = lax.dynamic_slice_in_dim(padded, start, size)
-        made = lax.dot_general(block, weight, contracted)
-        return lax.dynamic_update_slice_in_dim(out, made, start, 0)
+        return lax.dynamic_update_slice_in_dim(out, block @ weight, start, 0)
 
-    empty = jnp.zeros((num_tokens + size, num_outputs), x.dtype)
+    empty = jnp.zeros((num_tokens + size, weights.shape[2]), x.dtype)
     return lax.fori_loop(0, last_blocks[-1], add_block, empty)[:num_tokens]
 
 

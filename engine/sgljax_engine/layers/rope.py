@@ -68,21 +68,15 @@ def rope_tables(positions_T: jax.Array, timescales: jax.Array) -> tuple[jax.Arra
     return jnp.sin(angles), jnp.cos(angles)
 
 
-def apply_rope(x: jax.Array, sin: jax.Array, cos: jax.Array, axis: int = -1) -> jax.Array:
+def apply_rope(x: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
     """Rotates the first half of each head against its second half (the "NeoX" pairing).
 
     The halves are exchanged by reversing an axis of two. If they were concatenated, XLA on CPUs
     would choose between them element by element.
 
-    Args:
-        x: Heads, with channels along `axis`.
-        sin: Half as many channels along `axis`, otherwise broadcasts to `x`.
-        cos: Like `sin`.
-        axis: Axis of the channels.
+    Shape: x: [T, N, H]. sin, cos: [T, 1, H // 2].
     """
-    axis %= x.ndim
-    sin, cos = (jnp.expand_dims(table.astype(x.dtype), axis) for table in (sin, cos))
-    halves = x.reshape(*x.shape[:axis], 2, -1, *x.shape[axis + 1 :])
-    shape = [2 if dim == axis else 1 for dim in range(halves.ndim)]
-    sign = jnp.asarray([-1, 1], x.dtype).reshape(shape)
-    return (halves * cos + lax.rev(halves, [axis]) * (sign * sin)).reshape(x.shape)
+    sin, cos = (table.astype(x.dtype)[..., None, :] for table in (sin, cos))
+    halves = x.reshape(*x.shape[:-1], 2, -1)
+    sign = jnp.asarray([-1, 1], x.dtype).reshape((1,) * (halves.ndim - 2) + (2, 1))
+    return (halves * cos + lax.rev(halves, [halves.ndim - 2]) * (sign * sin)).reshape(x.shape)

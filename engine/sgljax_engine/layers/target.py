@@ -9,11 +9,10 @@ import jax
 
 import sgljax_cpu
 from sgljax_engine.errors import InvalidConfigError
-from sgljax_engine.layers.basic import Layout
 
 
 class Target(NamedTuple):
-    """The devices, dtype and layout of an engine.
+    """The devices and dtype of an engine.
 
     Attributes:
         platform: JAX's name for the kind of device.
@@ -21,7 +20,7 @@ class Target(NamedTuple):
         num_devices: Number of devices in the mesh.
         num_tensor_shards: Number of devices that share one weight.
         dtype: Name of the dtype of weights and activations.
-        layout: Layout of activations.
+        packs_weights: Whether weights are panels of the JIT-compiled CPU kernels.
         mesh: Axes of the mesh: those over which weights are sharded.
         compute_capability: Of NVIDIA GPUs, as "9.0"; None of other devices.
     """
@@ -31,7 +30,7 @@ class Target(NamedTuple):
     num_devices: int
     num_tensor_shards: int
     dtype: str
-    layout: Layout
+    packs_weights: bool
     mesh: jax.sharding.AbstractMesh
     compute_capability: str | None = None
 

@@ -16,30 +16,25 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.attention.base import AttentionOptions, Projections, Prologue
-from sgljax_engine.layers.basic import Layout, soft_cap
-from sgljax_engine.layers.delta_net import NetInputs
+from sgljax_engine.attention.base import AttentionOptions, NewTokens, Prologue
+from sgljax_engine.layers.basic import soft_cap, split_heads
 from sgljax_engine.layers.rope import (
     keep_fastest,
     rope_timescales,
     stretch_llama3,
 )
-from sgljax_engine.layers.tiles import Tokens
 from sgljax_engine.model_config import ModelConfig, RopeConfig
 from sgljax_engine.models.decoder_params import DecoderTraits, norm_offset, param_specs
 from sgljax_engine.models.delta_net import Net
 from sgljax_engine.models.hf import HfConfig
 from sgljax_engine.models.mixture import mixture, router_logits
 from sgljax_engine.models.spec import (
-    Attend,
     Forward,
     LayerCache,
     ModelContext,
     ModelDefinition,
-    NewKV,
     Params,
-    ProjectionAttend,
-    Recur,
+    Pass,
 )
 
 Weights = Mapping[str, Any]
@@ -49,7 +44,7 @@ Rope = tuple[jax.Array, jax.Array]
 """Sines and cosines of each token's rotary angles."""
 
 
-_LayerResult = tuple[jax.Array, "LayerCache | None", "jax.Array | None"]
+_LayerResult = tuple[jax.Array, LayerCache, "jax.Array | None"]
 """Hidden states, the layer's cache, and the experts of each token."""
 
 
@@ -58,20 +53,9 @@ def decoder(
 ) -> ModelDefinition:
     """An architecture: this decoder with the given traits."""
 
-    def forward(
-        params: Params,
-        context: ModelContext,
-        input_ids: jax.Array,
-        positions: jax.Array,
-        attend: Attend,
-        kv: tuple[LayerCache, ...] | None,
-        tokens: Tokens,
-        adapters: jax.Array | None = None,
-        recur: Recur | None = None,
-    ) -> Forward:
+    def forward(params: Params, context: ModelContext, tokens: Pass) -> Forward:
         weights = context.kernels.weights(params)
-        layers = _Layers(weights, context, traits, attend, tokens, recur)
-        return layers.forward(input_ids, positions, kv, adapters)
+        return _Layers(weights, context, traits, tokens).forward()
 
     specs = functools.partial(param_specs, traits=traits)
     return ModelDefinition(config_from_hf, specs, forward, _logits)
@@ -96,65 +80,44 @@ class _LayerKind(NamedTuple):
 
 
 class _Layers(NamedTuple):
-    """A forward pass: the weights, static facts, where keys live, and how tokens are tiled.
-
-    Activations are in the layout of the context; inputs of `attend` are token-major. All layers but
-    attention treat each token alone, so `tokens` may tile them.
-    """
+    """A forward pass: the weights, static facts and tokens; inside a layer, its own weights."""
 
     params: Weights
     context: ModelContext
     traits: DecoderTraits
-    attend: Attend
-    tokens: Tokens
-    recur: Recur | None = None
-    adapters: jax.Array | None = None
+    tokens: Pass
     kind: _LayerKind | None = None
-    is_used: jax.Array | None = None
 
-    def forward(
-        self,
-        input_ids: jax.Array,
-        positions: jax.Array,
-        kv: tuple[LayerCache, ...] | None,
-        adapters: jax.Array | None,
-    ) -> Forward:
+    def forward(self) -> Forward:
         config, tokens = self.context.config, self.tokens
         kinds = [self.kind_of(i) for i in range(config.num_layers)]
         # Each distinct rotary embedding is computed once.
-        split_positions = tokens.split(positions)
         ropes = {
-            rope: tokens.map(functools.partial(self.rope_tables, *rope), split_positions)
-            for rope in dict.fromkeys(kind.rope for kind in kinds)
+            rope: self.rope_tables(*rope) for rope in dict.fromkeys(kind.rope for kind in kinds)
         }
-        ids = tokens.split(input_ids)
         fuse = self.context.kernels.fuse
-        x = tokens.map(fuse(self.embed), ids)
-        slots = None if adapters is None else tokens.split(adapters)
+        x = fuse(self.embed)(tokens.input_ids)
         inputs: tuple[jax.Array | None, ...] = (None,) * config.num_layers
         if config.per_layer_input_size:
-            inputs = tokens.map(self.layer_inputs, (ids, x, slots))
+            inputs = self.layer_inputs(x)
 
         # Equal layers are traced and lowered once; XLA compiles them as if unrolled.
         @functools.partial(jax.jit, static_argnames="kind")
         def layer(weights: Weights, args: tuple[Any, ...], kind: _LayerKind) -> _LayerResult:
             return fuse(functools.partial(self.layer, kind=kind))(weights, *args)
 
-        caches: dict[int, LayerCache | None]
-        caches = dict.fromkeys((*config.cached_layers, *config.state_layers))
-        if kv is not None:
-            caches.update(zip(caches, kv, strict=True))
+        owners = (*config.cached_layers, *config.state_layers)
+        caches = dict(zip(owners, tokens.caches, strict=True))
         routed: list[jax.Array] = []
         for i, kind in enumerate(kinds):
             source = config.kv_layer(i)
-            args = (x, ropes[kind.rope], slots, inputs[i], caches[source])
+            args = (x, ropes[kind.rope], tokens.adapters, inputs[i], caches[source])
             x, caches[source], experts = layer(self.weights_of(i), args, kind=kind)
             if experts is not None:
-                routed.append(tokens.join(experts))
-        hidden = tokens.join(tokens.map(fuse(self.last_norm), x))
+                routed.append(experts)
         return Forward(
-            hidden,
-            None if kv is None else tuple(cache for cache in caches.values() if cache),
+            fuse(self.last_norm)(x),
+            tuple(caches.values()),
             jnp.concatenate(routed, axis=1) if routed else None,
         )
 
@@ -174,37 +137,28 @@ class _Layers(NamedTuple):
 
     def embed(self, ids: jax.Array) -> jax.Array:
         table = self.params["model.embed_tokens.weight"]
-        x = self.layout.place(self.context.kernels.embed(table, ids, self.context.dtype))
+        x = self.context.kernels.embed(table, ids, self.context.dtype)
         factor = self.context.config.scales.embedding
         if factor is None:
             factor = self.context.config.hidden_size**0.5 if self.traits.scales_embeddings else 1.0
         return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)
 
-    def layer_inputs(
-        self, args: tuple[jax.Array, jax.Array, jax.Array | None]
-    ) -> tuple[jax.Array, ...]:
+    def layer_inputs(self, x: jax.Array) -> tuple[jax.Array, ...]:
         """Each layer's input from the tokens besides hidden states (Gemma 4)."""
-        ids, x, adapters = args
         config, size = self.context.config, self.context.config.per_layer_input_size
-        inner = self._replace(adapters=adapters)
         table = self.params["model.embed_tokens_per_layer.weight"]
-        found = self.context.kernels.embed(table, ids, self.context.dtype)
-        of_token = self.layout.place(found)
+        of_token = self.context.kernels.embed(table, self.tokens.input_ids, self.context.dtype)
         of_token = of_token * jnp.asarray(size**0.5, x.dtype)
-        of_state = inner.linear("model.per_layer_model_projection", x)
+        of_state = self.linear("model.per_layer_model_projection", x)
         of_state = of_state * jnp.asarray(config.hidden_size**-0.5, x.dtype)
-        of_state = self.norm(
-            "model.per_layer_projection_norm", self.layout.split_heads(of_state, size)
-        )
-        both = of_state + self.layout.split_heads(of_token, size)
-        both = both * jnp.asarray(2**-0.5, x.dtype)
-        axis = self.layout.head_axis
+        of_state = self.norm("model.per_layer_projection_norm", split_heads(of_state, size))
+        both = (of_state + split_heads(of_token, size)) * jnp.asarray(2**-0.5, x.dtype)
         return tuple(
-            jax.lax.index_in_dim(both, i, axis, keepdims=False) for i in range(config.num_layers)
+            jax.lax.index_in_dim(both, i, 1, keepdims=False) for i in range(config.num_layers)
         )
 
     def last_norm(self, x: jax.Array) -> jax.Array:
-        return self.layout.materialize(self.layout.tokens_first(self.norm("model.norm", x)))
+        return self.norm("model.norm", x)
 
     def weights_of(self, index: int) -> Weights:
         """A layer's weights, by their names within it."""
@@ -222,30 +176,47 @@ class _Layers(NamedTuple):
         rope: Rope,
         adapters: jax.Array | None,
         layer_input: jax.Array | None,
-        kv: LayerCache | None,
+        cache: LayerCache,
         kind: _LayerKind,
-    ) -> tuple[jax.Array, LayerCache | None, jax.Array | None]:
-        inner, tokens = self._replace(params=weights, kind=kind), self.tokens
-        gate = None
+    ) -> _LayerResult:
+        tokens = self.tokens._replace(adapters=adapters)
+        inner = self._replace(params=weights, kind=kind, tokens=tokens)
+        h = inner.norm("input_layernorm", x)
         if kind.has_state:
-            return inner.recurrent_layer(x, adapters, kv)
-        if isinstance(self.attend, ProjectionAttend) and inner.has_plain_heads:
-            q, k, v = map(tokens.join, tokens.map(inner.projections, (x, adapters)))
-            new = Projections(q, k, v, inner.prologue(*map(tokens.join, rope)))
-            out, kv = self.attend.from_projections(new, kv, kind.options)
-        else:
-            q, new, gate = tokens.map(inner.before_attention, (x, rope, adapters))
-            q, new = jax.tree.map(tokens.join, (q, new))
-            out, kv = self.attend(q, new, kv, kind.options)
-        out = tokens.split(out.reshape(out.shape[0], -1))
-        args = (x, out, gate, adapters, layer_input, self.split_is_used)
-        x, experts = tokens.map(inner.after_attention, args)
-        return x, kv, experts
+            out, cache = inner.recurrence(h, cache)
+            x, experts = inner.add_mlp(x + out)
+            return x, cache, experts
+        out, cache = inner.attention(h, rope, cache)
+        x, experts = inner.project_out(x, out)
+        if layer_input is not None:
+            x = inner.add_layer_input(x, layer_input)
+        x = x * weights["layer_scalar"] if self.traits.has_layer_scale else x
+        return x, cache, experts
 
-    @property
-    def split_is_used(self) -> jax.Array | None:
-        is_used = self.tokens.is_used
-        return None if is_used is None else self.tokens.split(is_used)
+    def recurrence(self, h: jax.Array, state: LayerCache) -> tuple[jax.Array, LayerCache]:
+        """A gated delta net."""
+        recur, net = self.tokens.recur, Net(self.params, self.context, self.linear)
+        assert recur is not None
+        inputs, gates = net.before(h)
+        out, state = recur(inputs, net.conv_weight, state)
+        return net.after(out, gates), state
+
+    def attention(
+        self, h: jax.Array, rope: Rope, cache: LayerCache
+    ) -> tuple[jax.Array, LayerCache]:
+        """Attention [T, N * H] before its last projection."""
+        kind = self.kind
+        assert kind is not None
+        gate = None
+        if self.context.takes_projections and self.has_plain_heads:
+            names = [f"self_attn.{name}_proj" for name in "qkv"]
+            q, k, v = (split_heads(x, kind.head_dim) for x in self.linears(names, h))
+            tokens: jax.Array | NewTokens = NewTokens(q, k, v, self.prologue(*rope))
+        else:
+            tokens, gate = self.project_qkv("self_attn.", h, *rope)
+        out, cache = self.tokens.attend(tokens, cache, kind.options)
+        out = out.reshape(out.shape[0], -1)
+        return out if gate is None else out * jax.nn.sigmoid(gate), cache
 
     @property
     def has_plain_heads(self) -> bool:
@@ -256,86 +227,14 @@ class _Layers(NamedTuple):
         turns = self.kind.rope[0].rotary_dim is None
         return self.kind.owns_kv and has_values and is_plain and turns
 
-    def recurrent_layer(
-        self, x: jax.Array, adapters: jax.Array | None, state: LayerCache | None
-    ) -> _LayerResult:
-        """A layer with a gated delta net."""
-        tokens, recur = self.tokens, self.recur
-        assert recur is not None
-        inputs, gates = tokens.map(self.before_recurrence, (x, adapters))
-        weight = self.net().conv_weight
-        out, state = recur(jax.tree.map(tokens.join, inputs), weight, state)
-        args = (x, tokens.split(out), gates, adapters, self.split_is_used)
-        x, experts = tokens.map(self.after_recurrence, args)
-        return x, state, experts
-
-    def net(self) -> Net:
-        return Net(self.params, self.context, self.linear)
-
-    def before_recurrence(
-        self, args: tuple[jax.Array, jax.Array | None]
-    ) -> tuple[NetInputs, jax.Array]:
-        x, adapters = args
-        return self._replace(adapters=adapters).net().before(self.norm("input_layernorm", x))
-
-    def after_recurrence(
-        self,
-        args: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None],
-    ) -> tuple[jax.Array, jax.Array | None]:
-        x, out, gates, adapters, is_used = args
-        inner = self._replace(adapters=adapters, is_used=is_used)
-        return inner.add_mlp(x + inner.net().after(out, gates))
-
-    def projections(
-        self, args: tuple[jax.Array, jax.Array | None]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values before the prologue; tokens first."""
-        assert self.kind is not None
-        x, adapters = args
-        names = [f"self_attn.{name}_proj" for name in "qkv"]
-        inner = self._replace(adapters=adapters)
-        found = inner.linears(names, self.norm("input_layernorm", x))
-        q, k, v = (self.layout.split_heads(each, self.kind.head_dim) for each in found)
-        return q, k, v
-
     def prologue(self, sin: jax.Array, cos: jax.Array) -> Prologue:
         if not self.traits.has_qk_norm:
             return Prologue(sin, cos)
         q_norm, eps, offset = self.norm_of("self_attn.q_norm")
         return Prologue(sin, cos, q_norm, self.norm_of("self_attn.k_norm")[0], eps, offset)
 
-    def before_attention(
-        self, args: tuple[jax.Array, Rope, jax.Array | None]
-    ) -> tuple[jax.Array, NewKV | None, jax.Array | None]:
-        """Queries, keys and values, and gates of the output if there are some."""
-        x, rope, adapters = args
-        inner = self._replace(adapters=adapters)
-        return inner.project_qkv("self_attn.", self.norm("input_layernorm", x), *rope)
-
-    def after_attention(
-        self,
-        args: tuple[
-            jax.Array,
-            jax.Array,
-            jax.Array | None,
-            jax.Array | None,
-            jax.Array | None,
-            jax.Array | None,
-        ],
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Hidden states, and the experts of each token if the context returns them."""
-        x, out, gate, adapters, layer_input, is_used = args
-        inner = self._replace(adapters=adapters, is_used=is_used)
-        if gate is not None:
-            out = out * jax.nn.sigmoid(gate)
-        x, experts = inner.project_out(x, out)
-        if layer_input is not None:
-            x = inner.add_layer_input(x, layer_input)
-        return x * self.params["layer_scalar"] if self.traits.has_layer_scale else x, experts
-
     def project_out(self, x: jax.Array, out: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """The part of a layer after attention; the experts [T, k] if the context returns them."""
-        out = self.layout.materialize(self.layout.place(out))
         if not self.traits.has_post_norms:
             return self.add_mlp(self.add_linear(x, "self_attn.o_proj", out))
         out = self.linear("self_attn.o_proj", out)
@@ -367,35 +266,28 @@ class _Layers(NamedTuple):
 
     def project_qkv(
         self, prefix: str, h: jax.Array, sin: jax.Array, cos: jax.Array
-    ) -> tuple[jax.Array, NewKV | None, jax.Array | None]:
-        layout, kind = self.layout, self.kind
+    ) -> tuple[jax.Array | NewTokens, jax.Array | None]:
+        """The input of `attend`, and gates [T, N * H] of its output if there are some."""
+        kind = self.kind
         assert kind is not None
 
         def project(name: str) -> jax.Array:
-            return layout.split_heads(self.linear(prefix + name, h), kind.head_dim)
+            return split_heads(self.linear(prefix + name, h), kind.head_dim)
 
         def rotate(x: jax.Array, name: str) -> jax.Array:
             norm = self.norm_of(prefix + name) if self.traits.has_qk_norm else None
-            return layout.tokens_first(self.rotated(x, norm, sin, cos))
+            return self.rotated(x, norm, sin, cos)
 
         q, gate = project("q_proj"), None
-        if self.traits.has_output_gate:
-            q, gate = self.without_gates(q)
+        if self.traits.has_output_gate:  # behind each head
+            q, gate = q[:, 0::2], q[:, 1::2].reshape(q.shape[0], -1)
         if not kind.owns_kv:
-            return rotate(q, "q_norm"), None, gate
+            return rotate(q, "q_norm"), gate
         k = project("k_proj")
         v = k if f"{prefix}v_proj.weight" not in self.params else project("v_proj")
         if self.traits.has_value_norm:
             v = self.norm(None, v)
-        return rotate(q, "q_norm"), (rotate(k, "k_norm"), layout.tokens_first(v)), gate
-
-    def without_gates(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Queries of a projection that holds a gate behind each, and the gates [T, N * H]."""
-        layout = self.layout
-        x = layout.tokens_first(x)
-        queries, gates = x[:, 0::2], x[:, 1::2]
-        gates = gates.reshape(gates.shape[0], -1)
-        return layout.materialize(layout.place(queries)), gates
+        return NewTokens(rotate(q, "q_norm"), rotate(k, "k_norm"), v), gate
 
     def rotated(
         self,
@@ -409,22 +301,23 @@ class _Layers(NamedTuple):
         Tables of a partial embedding are for those channels.
         """
         assert self.kind is not None
-        kernels, options = self.context.kernels, self.context.options
-        size, axis = self.kind.rope[0].rotary_dim, self.layout.feature_axis
+        kernels, size = self.context.kernels, self.kind.rope[0].rotary_dim
         if size is None:
-            return kernels.rotate(x, norm, sin, cos, options)
+            return kernels.rotate(x, norm, sin, cos)
         if norm is not None:
-            x = kernels.norm(x, *norm, options)
-        first, rest = jnp.split(x, (size,), axis=axis)
-        return jnp.concatenate([kernels.rotate(first, None, sin, cos, options), rest], axis=axis)
+            x = kernels.norm(x, *norm)
+        first, rest = jnp.split(x, (size,), axis=-1)
+        return jnp.concatenate([kernels.rotate(first, None, sin, cos), rest], axis=-1)
 
     def experts(self, prefix: str, h: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """The output of experts in the MLP's place, and as of `project_out` those of each token."""
-        change = _adapter_change(self.params, self.context, f"{prefix}gate", h, self.adapters)
+        change = _adapter_change(
+            self.params, self.context, f"{prefix}gate", h, self.tokens.adapters
+        )
         logits = router_logits(self.params[f"{prefix}gate.weight"], h, self.context, change)
         activation = self.traits.activation
         return self.returned(
-            mixture(self.params, self.context, prefix, h, logits, activation, self.is_used)
+            mixture(self.params, self.context, prefix, h, logits, activation, self.tokens.is_used)
         )
 
     def gated(self, prefix: str, h: jax.Array) -> jax.Array:
@@ -445,13 +338,13 @@ class _Layers(NamedTuple):
 
     def experts_beside(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """The experts of a layer that has an MLP too, before their norm (Gemma 4); as `mlp`."""
-        params, context, layout = self.params, self.context, self.layout
+        params, context = self.params, self.context
         moe, inputs = context.config.moe, self.norm("pre_feedforward_layernorm_2", x)
         assert moe is not None
         routed = self.norm(None, inputs if moe.routes_experts_input else x)
-        routed = routed * layout.per_feature(params["router.scale"])
+        routed = routed * params["router.scale"][None]
         routed = routed * jnp.asarray(context.config.hidden_size**-0.5, x.dtype)
-        change = _adapter_change(params, context, "router.proj", routed, self.adapters)
+        change = _adapter_change(params, context, "router.proj", routed, self.tokens.adapters)
         logits = router_logits(params["router.proj.weight"], routed, context, change)
         return self.returned(
             mixture(
@@ -461,19 +354,19 @@ class _Layers(NamedTuple):
                 inputs,
                 logits,
                 self.traits.activation,
-                self.is_used,
+                self.tokens.is_used,
                 params["router.per_expert_scale"],
             )
         )
 
     def linear(self, name: str, x: jax.Array) -> jax.Array:
-        out = self.context.linear(self.params[f"{name}.weight"], x)
-        change = _adapter_change(self.params, self.context, name, x, self.adapters)
+        out = self.context.kernels.linear(self.params[f"{name}.weight"], x)
+        change = _adapter_change(self.params, self.context, name, x, self.tokens.adapters)
         return self.with_bias(name, out if change is None else out + change)
 
     def with_bias(self, name: str, out: jax.Array) -> jax.Array:
         bias = self.params.get(f"{name}.bias")
-        return out if bias is None else out + self.layout.per_feature(bias)
+        return out if bias is None else out + bias[None]
 
     def linears(self, names: Sequence[str], h: jax.Array) -> Sequence[jax.Array]:
         fused, weights = self.context.kernels.fused, self.fusable(names)
@@ -490,14 +383,11 @@ class _Layers(NamedTuple):
         return self.with_bias(name, fused.linear_add(out, weights[0], x))
 
     def fusable(self, names: Sequence[str]) -> list[Any]:
-        """Weights of those names for products that have no terms of adapters.
-
-        None of each where there are some, and where bits must not depend on the batch.
-        """
-        has_adapter = self.adapters is not None and any(
+        """Weights of those names for products without terms of adapters; else None of each."""
+        has_adapter = self.tokens.adapters is not None and any(
             f"{name}.lora_a" in self.params for name in names
         )
-        if has_adapter or self.context.is_tiled:
+        if has_adapter:
             return [None for _ in names]
         return [self.params[f"{name}.weight"] for name in names]
 
@@ -509,14 +399,14 @@ class _Layers(NamedTuple):
         """The norm of that name; without a name, one without a weight."""
         eps = self.context.config.rms_norm_eps
         weight = None if name is None else self.params[f"{name}.weight"]
-        return self.context.kernels.norm(x, weight, eps, self.norm_offset, self.context.options)
+        return self.context.kernels.norm(x, weight, eps, self.norm_offset)
 
     @property
     def norm_offset(self) -> float:
         """What is added to the weights of norms."""
         return norm_offset(self.context.config, self.traits)
 
-    def rope_tables(self, rope: RopeConfig, head_dim: int, positions: jax.Array) -> Rope:
+    def rope_tables(self, rope: RopeConfig, head_dim: int) -> Rope:
         def timescales() -> jax.Array:
             found = rope_timescales(rope.rotary_dim or head_dim, rope.theta)
             if rope.linear_factor != 1.0:
@@ -527,11 +417,7 @@ class _Layers(NamedTuple):
                 found = keep_fastest(found, rope.rotary_fraction)
             return found
 
-        return self.context.kernels.rope_tables(positions, timescales, self.context.options)
-
-    @property
-    def layout(self) -> Layout:
-        return self.context.layout
+        return self.context.kernels.rope_tables(self.tokens.positions, timescales)
 
 
 def _adapter_change(
@@ -545,12 +431,10 @@ def _adapter_change(
     down = params.get(f"{name}.lora_a")
     if down is None or adapters is None:
         return None
-    ranks = context.linear(down, x)
-    num_ranks = ranks.shape[context.layout.feature_axis]
-    slots = jnp.arange(num_ranks, dtype=jnp.int32) // context.lora_rank
-    is_own = context.layout.place(adapters[:, None] == slots)
-    ranks = jnp.where(is_own, ranks, jnp.zeros((), ranks.dtype))
-    return context.linear(params[f"{name}.lora_b"], ranks)
+    ranks = context.kernels.linear(down, x)
+    slots = jnp.arange(ranks.shape[1], dtype=jnp.int32) // context.lora_rank
+    ranks = jnp.where(adapters[:, None] == slots[None], ranks, jnp.zeros((), ranks.dtype))
+    return context.kernels.linear(params[f"{name}.lora_b"], ranks)
 
 
 def _logits(
@@ -562,10 +446,9 @@ def _logits(
 
     def logits(weights: Weights, hidden: jax.Array) -> jax.Array:
         found = context.kernels.unembed(weights[f"{name}.weight"], hidden)
-        placed = context.layout.place(hidden)
-        change = _adapter_change(weights, context, "lm_head", placed, adapters)
+        change = _adapter_change(weights, context, "lm_head", hidden, adapters)
         if change is not None:
-            found = found + context.layout.tokens_first(change).astype(jnp.float32)
+            found = found + change.astype(jnp.float32)
         if config.scales.logits != 1.0:
             found = found * jnp.float32(config.scales.logits)
         return soft_cap(found, config.final_logit_softcap)

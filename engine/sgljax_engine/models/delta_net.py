@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from sgljax_engine.layers.basic import split_heads
 from sgljax_engine.layers.delta_net import NetInputs
 from sgljax_engine.model_config import LinearAttentionConfig
 from sgljax_engine.models.spec import ModelContext, ParamKind, ParamSpec
@@ -88,7 +89,7 @@ class Net(NamedTuple):
         """What the recurrence takes of each token, and the gates [T, V * d] of its output.
 
         Args:
-            h: Normalised hidden states in the context's layout.
+            h: [T, D], normalised hidden states.
         """
         qkv, z, b, a = self._grouped(h) if self.config.is_grouped else self._ungrouped(h)
         a_log, bias = (self.params[f"{PREFIX}{name}"][None] for name in ("A_log", "dt_bias"))
@@ -96,19 +97,16 @@ class Net(NamedTuple):
         decay = -jnp.exp(a_log) * jax.nn.softplus(a + bias)
         return NetInputs(qkv, decay, jax.nn.sigmoid(b)), z
 
-    def _project(self, name: str, h: jax.Array) -> jax.Array:
-        return self.context.layout.tokens_first(self.linear(PREFIX + name, h))
-
     def _ungrouped(self, h: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(self._project(f"in_proj_{name}", h) for name in ("qkv", "z", "b", "a"))
+        return tuple(self.linear(f"{PREFIX}in_proj_{name}", h) for name in ("qkv", "z", "b", "a"))
 
     def _grouped(self, h: jax.Array) -> tuple[jax.Array, ...]:
         """Takes apart what is grouped by key heads."""
         net = self.config
-        values, num_tokens = net.ratio * net.value_dim, h.shape[self.context.layout.token_axis]
+        values, num_tokens = net.ratio * net.value_dim, h.shape[0]
 
         def split(name: str, *sizes: int) -> list[jax.Array]:
-            x = self._project(name, h).reshape(num_tokens, net.num_key_heads, -1)
+            x = self.linear(PREFIX + name, h).reshape(num_tokens, net.num_key_heads, -1)
             ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
             return [part.reshape(num_tokens, -1) for part in jnp.split(x, ends, axis=-1)]
 
@@ -117,18 +115,15 @@ class Net(NamedTuple):
         return jnp.concatenate([q, k, v], axis=-1), z, b, a
 
     def after(self, out: jax.Array, z: jax.Array) -> jax.Array:
-        """The net's output in the context's layout.
+        """The net's output [T, D].
 
         Args:
             out: [T, V, d] float32, of the recurrence.
             z: Its gates [T, V * d].
         """
-        context, layout = self.context, self.context.layout
-        eps, weight = context.config.rms_norm_eps, self.params[f"{PREFIX}norm.weight"]
-        heads = layout.place(out)
-        normed = context.kernels.norm(heads, weight, eps, 0.0, context.options)
-        gates = layout.split_heads(layout.place(z), self.config.value_dim)
+        eps, weight = self.context.config.rms_norm_eps, self.params[f"{PREFIX}norm.weight"]
+        normed = self.context.kernels.norm(out, weight, eps, 0.0)
+        gates = split_heads(z, self.config.value_dim)
         gated = normed.astype(z.dtype) * jax.nn.silu(gates.astype(jnp.float32))
-        gated = layout.tokens_first(gated.astype(z.dtype))
-        gated = gated.reshape(gated.shape[0], -1)
-        return self.linear(f"{PREFIX}out_proj", layout.materialize(layout.place(gated)))
+        gated = gated.astype(z.dtype)
+        return self.linear(f"{PREFIX}out_proj", gated.reshape(gated.shape[0], -1))

@@ -40,7 +40,7 @@ def to_hf_tensors(
         name: TargetSpec(
             spec.shape,
             jnp.dtype("float32"),
-            Form.TRANSPOSED if spec.kind.is_projection else Form.LOGICAL,
+            Form.LOGICAL,
             sharding,
             spec.alias,
         )
@@ -48,6 +48,8 @@ def to_hf_tensors(
     }
     tensors: dict[str, HfTensor] = {}
     for name, tensor in mapped_tensors(weights, rules, targets).items():
+        if specs[name].kind.is_projection:
+            tensor = _by_output(tensor)
         if specs[name].kind is ParamKind.EXPERTS:
             for expert in range(tensor.shape[0]):
                 tensors[expert_name(name, expert)] = _expert(tensor, expert)
@@ -56,6 +58,13 @@ def to_hf_tensors(
         else:
             tensors[name] = tensor
     return tensors
+
+
+def _by_output(tensor: HfTensor) -> HfTensor:
+    """A projection [..., in, out] as [..., out, in]."""
+    *stacked, num_inputs, num_outputs = tensor.shape
+    shape = (*stacked, num_outputs, num_inputs)
+    return HfTensor(shape, tensor.dtype, lambda: tensor.load().swapaxes(-1, -2))
 
 
 def _depthwise(tensor: HfTensor) -> HfTensor:

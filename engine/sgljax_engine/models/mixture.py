@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.layers.experts import Experts, MixOptions, mix, route
+from sgljax_engine.layers.experts import Experts, mix, route
 from sgljax_engine.layers.kernels import Weight
 from sgljax_engine.model_config import MoEConfig
 from sgljax_engine.models.spec import EXPERTS_AXIS, ModelContext, ParamKind, ParamSpec
@@ -76,43 +76,39 @@ def mixture(
         params: The layer's weights.
         context: The model's context; its config has experts.
         prefix: Of the experts' names: "mlp.".
-        x: [T, D] in the context's layout.
-        logits: [T, E] float32 in the context's layout, see `router_logits`.
+        x: [T, D].
+        logits: [T, E] float32, see `router_logits`.
         activation: Activation of an expert's gate.
         is_used: [T] bool; other tokens take no expert's time, and get zeros. None uses all.
         scales: [E], factors of the experts' outputs; None for ones.
 
     Returns:
-        [T, D] in the context's layout, and the experts of each token as in `Routing.ids`.
+        [T, D], and the experts of each token as in `Routing.ids`.
     """
-    moe, layout = context.config.moe, context.layout
+    moe = context.config.moe
     assert moe is not None
-    routing = route(
-        layout.tokens_first(logits), moe.num_experts_per_token, is_normalized=moe.norm_topk_prob
-    )
+    routing = route(logits, moe.num_experts_per_token, is_normalized=moe.norm_topk_prob)
     if scales is not None:
         weights = routing.weights * scales.astype(jnp.float32)[routing.ids]
         routing = routing._replace(weights=weights)
     experts = Experts(*(params[f"{prefix}experts.{name}.weight"] for name in PROJECTIONS))
-    options = MixOptions(context.kernels, activation, context.options)
-    token_major = layout.materialize(layout.tokens_first(x))
-    mixed = layout.place(mix(token_major, routing, experts, is_used, options))
-    return layout.materialize(mixed), routing.ids
+    mixed = mix(x, routing, experts, is_used, context.kernels, activation)
+    return mixed, routing.ids
 
 
 def router_logits(
     weight: Weight, x: jax.Array, context: ModelContext, change: jax.Array | None = None
 ) -> jax.Array:
-    """A router's logits, [T, E] float32 in the context's layout.
+    """A router's logits, [T, E] float32.
 
     Computed in float32 whatever the model's dtype, since a rounded logit may choose another expert.
 
     Args:
-        weight: [D, E] in the context's layout.
-        x: [T, D] in the context's layout.
+        weight: [D, E].
+        x: [T, D].
         context: The model's context.
-        change: [T, E] in the context's layout, added to them: the term of each token's adapter.
+        change: [T, E], added to them: the term of each token's adapter.
     """
     with jax.default_matmul_precision("highest"):
-        logits = context.linear(weight.astype(jnp.float32), x.astype(jnp.float32))
+        logits = context.kernels.linear(weight.astype(jnp.float32), x.astype(jnp.float32))
     return logits if change is None else logits + change.astype(jnp.float32)

@@ -56,7 +56,6 @@ def combine_memory(reports: Sequence[MemoryReport]) -> MemoryReport:
     names = (
         "weights_bytes",
         "kv_bytes",
-        "contiguous_kv_bytes",
         "kv_tokens",
         "window_kv_tokens",
         "saved_window_bytes",

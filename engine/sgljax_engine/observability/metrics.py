@@ -126,8 +126,6 @@ class MemoryReport:
     Attributes:
         weights_bytes: Bytes of the weights; doubled while an update makes new ones.
         kv_bytes: Bytes of the KV pages.
-        contiguous_kv_bytes: Bytes of contiguous KV for decode attention on CPUs; 0 if it reads
-            pages.
         kv_tokens: Tokens that the pages hold.
         page_size: Tokens in a page.
         window_kv_tokens: Tokens that the window pages of sliding layers hold; 0 if these layers
@@ -149,7 +147,6 @@ class MemoryReport:
 
     weights_bytes: int
     kv_bytes: int
-    contiguous_kv_bytes: int
     kv_tokens: int
     page_size: int
     rule: str

@@ -1,4 +1,4 @@
-"""Shardings and physical layout of an engine's arrays.
+"""Shardings and physical form of an engine's arrays.
 
 Tensor parallelism shards attention heads, MLP columns, experts and the vocabulary over the mesh
 axis "tp"; XLA inserts the collectives. All other axes replicate: they are there only in the mesh of
@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sgljax_engine.cache.kv_pages import PageLayout, kv_bytes_per_token, routed_width
-from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.devices import is_own_cpu
 from sgljax_engine.layers.experts import shards_width
 from sgljax_engine.layers.int8 import SCALE_SUFFIX
@@ -50,19 +49,19 @@ _MeshAxes = str | tuple[str, ...] | None
 
 
 class Placement(NamedTuple):
-    """Devices, dtype and layout of an engine, or of a group of engines.
+    """Devices and dtype of an engine, or of a group of engines.
 
     Attributes:
         mesh: The devices of an engine, or of a group, with a split tensor axis where kv heads are
             copied.
         dtype: Dtype of weights except norms, of activations and of the KV cache.
-        layout: Layout of activations and projection weights.
+        packs_weights: Whether projections are panels of the JIT-compiled CPU kernels.
         quantization: One of `config.QUANTIZATIONS`; None keeps projections in `dtype`.
     """
 
     mesh: Mesh
     dtype: jnp.dtype
-    layout: Layout
+    packs_weights: bool
     quantization: str | None = None
 
     @property
@@ -80,10 +79,6 @@ class Placement(NamedTuple):
     def kv_sharding(self, kv: KVShape) -> NamedSharding:
         """Sharding of pages: heads, or rows of them, over tensor axes."""
         return NamedSharding(self.mesh, PartitionSpec(None, self._kv_axes(kv.num_heads)))
-
-    def contiguous_kv_sharding(self, kv: KVShape) -> NamedSharding:
-        """Sharding of `cache.contiguous_kv.LayerContiguousKV`."""
-        return NamedSharding(self.mesh, PartitionSpec(None, None, self._kv_axes(kv.num_heads)))
 
     @property
     def state_shardings(self) -> tuple[NamedSharding, NamedSharding]:
@@ -138,7 +133,7 @@ class Placement(NamedTuple):
             self.mesh.size,
             self.num_tensor_shards,
             self.dtype.name,
-            self.layout,
+            self.packs_weights,
             self.mesh.abstract_mesh,
             getattr(self.mesh.devices.flat[0], "compute_capability", None),
         )
@@ -161,10 +156,8 @@ class Placement(NamedTuple):
         """The weight-sync targets of a model's parameters."""
         targets = {}
         for name, spec in specs.items():
-            form = _form(spec.kind, self.layout)
+            form = _packed_form(spec.kind) if self.packs_weights else Form.LOGICAL
             axes = [self._mesh_axes(axis) for axis in self._sharded_axes(spec)]
-            if form is Form.TRANSPOSED:
-                axes[-2:] = axes[:-3:-1]
             if form.is_packed:  # by one device
                 axes = []
             sharding = NamedSharding(self.mesh, PartitionSpec(*axes))
@@ -226,14 +219,11 @@ def is_quantized(name: str, spec: ParamSpec) -> bool:
     return is_projection or spec.kind is ParamKind.HEAD
 
 
-def _form(kind: ParamKind, layout: Layout) -> Form:
-    """How a layout stores parameters of a kind."""
-    if layout is Layout.PANELS:
-        if kind is ParamKind.HEAD:
-            return Form.TABLE_PANELS
-        return Form.PANELS if kind.is_projection else Form.LOGICAL
-    swaps = kind.is_projection and layout is Layout.FEATURES_FIRST
-    return Form.TRANSPOSED if swaps else Form.LOGICAL
+def _packed_form(kind: ParamKind) -> Form:
+    """How the JIT-compiled CPU kernels take parameters of a kind."""
+    if kind is ParamKind.HEAD:
+        return Form.TABLE_PANELS
+    return Form.PANELS if kind.is_projection else Form.LOGICAL
 
 
 def _as_axes(names: Iterable[str]) -> _MeshAxes:

@@ -17,7 +17,6 @@ from jax.sharding import Mesh, NamedSharding
 
 from sgljax_engine.config import ParallelConfig, RuntimeConfig
 from sgljax_engine.errors import InvalidConfigError
-from sgljax_engine.layers.basic import Layout, default_layout
 from sgljax_engine.layers.target import require_backend
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.placement.shardings import TENSOR_AXES, Placement
@@ -73,7 +72,7 @@ def place(
             devices of this process.
         dtype: Dtype of weights, activations and KV cache.
         parallel: How to share the devices out. "auto" must have been replaced by a number.
-        runtime: Its backend of projections decides the layout on CPUs; its quantization, what
+        runtime: Its backend of projections decides how CPUs store weights; its quantization, what
             weights are stored as.
 
     Raises:
@@ -89,19 +88,19 @@ def place(
     tensor = _split_tensor_axis(model, tp_size)
     axes = [(f"{DATA_AXIS}{dim}", size) for dim, size in enumerate(devices.shape)]
     axes[tensor_dim : tensor_dim + 1] = tensor
-    layout = default_layout(devices.flat[0].platform)
+    packs_weights = False
 
     def placement(part: np.ndarray, axes: list[tuple[str, int]]) -> Placement:
         names, sizes = zip(*axes, strict=True)
         placed = Mesh(part.reshape(sizes), names)
-        return Placement(placed, jnp.dtype(dtype), layout, runtime.quantization)
+        return Placement(placed, jnp.dtype(dtype), packs_weights, runtime.quantization)
 
     rows = np.moveaxis(devices, tensor_dim, -1).reshape(-1, tp_size)
     problem = placement(rows[0], tensor).target.cpu_kernels_problem()
     if runtime.linear_backend == "native":
         require_backend(problem, "linear_backend 'native'")
     if runtime.linear_backend in ("auto", "native") and problem is None:
-        layout = Layout.PANELS
+        packs_weights = True
     engines = tuple(placement(row, tensor) for row in rows)
     if len(engines) == 1:
         return GroupPlacement(engines[0], engines)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from sgljax_engine.errors import EngineError
-from sgljax_engine.runner.programs.forward import DecodeOutput
+from sgljax_engine.runner.programs.decode import DecodeOutput
 from sgljax_engine.runner.programs.verify import Verified
 from sgljax_engine.sampling.logprobs import ExtraLogprobs
 from sgljax_engine.sampling_params import LogprobOptions

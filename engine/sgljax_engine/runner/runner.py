@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from sgljax_engine.cache.contiguous_kv import ContiguousShapes
 from sgljax_engine.cache.zeros import MakeZeros, zeros
 from sgljax_engine.errors import (
     EngineError,
@@ -45,8 +44,8 @@ from sgljax_engine.runner.kv.host_arrays import (
 )
 from sgljax_engine.runner.kv.memory import KVMemory
 from sgljax_engine.runner.kv.routed_reader import RoutedReader
-from sgljax_engine.runner.programs import forward
 from sgljax_engine.runner.programs.context import ProgramContext
+from sgljax_engine.runner.programs.decode import RowOptions
 from sgljax_engine.runner.programs.drafts import DraftBatch
 from sgljax_engine.runner.results import PendingDecode, PendingStep
 from sgljax_engine.runner.scorer import Scorer
@@ -74,7 +73,7 @@ class ModelRunner:
 
     Attributes:
         programs: The compiled programs.
-        kv_memory: Pages and contiguous KV, which the programs read and write.
+        kv_memory: Pages, which the programs read and write.
         scorer: Scores given tokens.
         costs: Of steps with drafts.
         routed_reader: Reads the experts of tokens; None if they are not kept.
@@ -94,7 +93,6 @@ class ModelRunner:
         num_state_slots: int = 0,
         shapes: BatchShapes,
         costs: CostTable | None = None,
-        contiguous_shapes: Sequence[ContiguousShapes] | None,
         slots: AdapterSlots | None = None,
         lowerings: Lowerings | None = None,
         make_zeros: MakeZeros = zeros,
@@ -111,8 +109,6 @@ class ModelRunner:
             num_state_slots: Slots of recurrent states; 0 without.
             shapes: Sizes of the batches.
             costs: Of steps with drafts; None without speculation.
-            contiguous_shapes: Shapes of the rows that decode attention reads; None if it reads
-                pages.
             slots: Room for adapters, which is among the weights; None without.
             lowerings: Lowered programs of the engine's group; None for a single engine.
             make_zeros: Makes the KV pages: arrays like the weights.
@@ -133,7 +129,6 @@ class ModelRunner:
             num_pages=num_pages,
             num_window_pages=num_window_pages,
             num_state_slots=num_state_slots,
-            contiguous_shapes=contiguous_shapes,
             make_zeros=make_zeros,
         )
         self.scorer = Scorer(
@@ -165,7 +160,7 @@ class ModelRunner:
     @property
     def num_drafts(self) -> int:
         """Most draft tokens of a row in a step; 0 without speculation."""
-        return self._static.num_drafts
+        return self._static.drafts.num_drafts
 
     @property
     def sizes_with_drafts(self) -> list[int]:
@@ -265,7 +260,6 @@ class ModelRunner:
 
         `windows` is `SchedulerOutput.window_pages`.
         """
-        self.kv_memory.contiguous_slots.changed(chunk.request for chunk in chunks)
         batches = build_prefill_batches(
             chunks,
             buckets=self.shapes.token_buckets,
@@ -308,17 +302,13 @@ class ModelRunner:
             has_states=self.has_states,
             windows=output.window_pages,
         )
-        self.kv_memory.contiguous_slots.changed(output.started)
-        if self.kv_memory.contiguous_kv and output.drafts is None:
-            num_ready = self.kv_memory.contiguous_slots.place(rows, batch, output.num_steps)
-            batch = batch._replace(num_ready=np.int32(num_ready))
         size, vocab_size = len(batch.input_ids), self.model_config.vocab_size
         sampling = build_sampling_batch(rows, size)
         num_tokens = output.num_steps
         if output.drafts is not None:  # rejected drafts are recorded too
             num_tokens = min(max(output.step_limits), self._static.max_row_tokens)
-            num_tokens += self._static.num_drafts
-        options = forward.RowOptions(
+            num_tokens += self._static.drafts.num_drafts
+        options = RowOptions(
             build_table(rows, size, vocab_size, num_tokens),
             build_logprob_batch(rows, size, vocab_size),
         )
@@ -329,8 +319,6 @@ class ModelRunner:
         if output.drafts is None:
             call = ProgramCall("decode", (batch, sampling, options, *limits))
         else:
-            # Its tokens are in pages only.
-            self.kv_memory.contiguous_slots.forget()
             drafts = self._draft_batch([output.drafts[index] for index in order], size)
             call = ProgramCall("verify", (batch, sampling, options, drafts, *limits))
         result = self.run(call)
@@ -351,7 +339,6 @@ class ModelRunner:
 
     def swap_weights(self, weights: Mapping[str, jax.Array]) -> None:
         """Serves these weights from the next dispatch on; drops the old ones."""
-        self.kv_memory.contiguous_slots.forget()
         self.weights = dict(weights)
 
     def empty_slots(self) -> dict[str, jax.Array]:

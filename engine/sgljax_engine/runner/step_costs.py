@@ -14,7 +14,7 @@ from sgljax_engine.runner.batches.batch import build_decode_batch
 from sgljax_engine.runner.batches.drafts import build_draft_batch
 from sgljax_engine.runner.batches.sampling import build_sampling_batch
 from sgljax_engine.runner.compile.compiled import ProgramCall
-from sgljax_engine.runner.programs import forward
+from sgljax_engine.runner.programs.decode import RowOptions
 from sgljax_engine.runner.programs.verify import Verified
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.sampling.table import SamplingTable
@@ -56,7 +56,6 @@ def measure_costs(runner: ModelRunner, size: int) -> StepCosts:
             rounds.append([_timed(runner, call) for call in calls])
     finally:
         kv_memory.load_pages(saved, [0], windows)
-        kv_memory.contiguous_slots.forget()
     plain, *made = map(min, zip(*rounds, strict=True))
     # The program without drafts does no more than one that has none.
     return StepCosts(min(plain, made[0]), tuple(made), tokens)
@@ -74,7 +73,7 @@ def decode_call(
         table: Of rows whose settings change logits.
     """
     rows, sampling, limits = _rows(runner, size, num_steps)
-    return ProgramCall("decode", (rows, sampling, forward.RowOptions(table), *limits))
+    return ProgramCall("decode", (rows, sampling, RowOptions(table), *limits))
 
 
 def verify_call(
@@ -93,7 +92,7 @@ def verify_call(
     row = RowDrafts((), (), repeated, True, (1.0,) * ACCEPTANCE_KINDS, 1.0)
     assert runner.shapes.text_sizes is not None
     drafts = build_draft_batch([row] * size, size, runner.shapes.text_sizes, costs.tolist())
-    options = forward.RowOptions(table)
+    options = RowOptions(table)
     return ProgramCall("verify", (rows, sampling, options, drafts, *limits))
 
 

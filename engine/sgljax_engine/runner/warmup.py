@@ -52,7 +52,6 @@ class Warmup:
         """
         runner, programs, kv_memory = self._runner, self._runner.programs, self._runner.kv_memory
         kv_memory.take()
-        kv_memory.contiguous_slots.forget()
         before, was_sealed = programs.num_compiles, programs.is_sealed
         programs.is_sealed = False
         try:

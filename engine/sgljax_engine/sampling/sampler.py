@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sgljax_engine.layers.tiles import Together, Tokens
 from sgljax_engine.sampling.blocks import argmax, pick, sum_blocks
 from sgljax_engine.sampling.filters import Filters, min_p_threshold, top_threshold
 from sgljax_engine.sampling.logprobs import (
@@ -77,7 +76,6 @@ def sample(
     rows: SamplingBatch,
     step_offset: jax.Array,
     adjusted_BV: jax.Array | None = None,
-    tokens: Tokens | None = None,
     num_shards: int = 1,
     sampler: Sampler | None = None,
     others: LogprobBatch | None = None,
@@ -91,46 +89,22 @@ def sample(
             dispatch.
         adjusted_BV: [B, V] float32, the logits to draw from, with -inf for forbidden tokens and at
             least one finite logit in each row; None draws from the model's logits.
-        tokens: Processes rows in tiles; None takes all together.
         num_shards: Devices that share the vocabulary, each an equal part of it.
         sampler: The functions of a backend; None for XLA's code.
         others: Further tokens whose log-probs to report; None for none.
     """
-    tokens = Together() if tokens is None else tokens
     sampler = XLA if sampler is None else sampler
     rows = rows._replace(step=rows.step + step_offset)
     choices_BV = logits_BV if adjusted_BV is None else adjusted_BV
     # In memory: else XLA may compute them again elsewhere, and round otherwise.
     logits_BV, choices_BV = lax.optimization_barrier((logits_BV, choices_BV))
     # Separate, so that adjusted logits do not change the rest.
-    split = jax.tree.map(tokens.split, (choices_BV, rows))
-    drawn = tokens.map(lambda args: sampler.draw(args[0], args[1], num_shards), split)
-    token, processed = map(tokens.join, drawn)
-    found = map_logprobs(tokens, sampler, logits_BV, token, rows.temperature, others)
+    token, processed = sampler.draw(choices_BV, rows, num_shards)
+    found = sampler.logprobs(logits_BV, token, rows.temperature, others)
     raw = found.raw
     if adjusted_BV is not None:  # the model's logits may be finite where all allowed ones are not
         raw = jnp.where(jnp.isfinite(pick(choices_BV, token)), raw, jnp.nan)
     return Sampled(token, raw, found.scaled, processed, found.extras)
-
-
-def map_logprobs(
-    tokens: Tokens,
-    sampler: Sampler,
-    logits_BV: jax.Array,
-    token: jax.Array,
-    temperature: jax.Array,
-    others: LogprobBatch | None,
-) -> Logprobs:
-    """`Sampler.logprobs` of all rows, in tiles or together."""
-    ids = None if others is None else others.token_ids
-
-    def of_tile(args: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]) -> Logprobs:
-        logits, token, temperature, ids = args
-        of_rows = None if others is None or ids is None else others._replace(token_ids=ids)
-        return sampler.logprobs(logits, token, temperature, of_rows)
-
-    split = jax.tree.map(tokens.split, (logits_BV, token, temperature, ids))
-    return jax.tree.map(tokens.join, tokens.map(of_tile, split))
 
 
 def _draw(

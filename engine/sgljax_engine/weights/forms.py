@@ -22,9 +22,6 @@ class Form(enum.Enum):
     """The physical form of a weight whose logical shape is [..., in, out]."""
 
     LOGICAL = "logical"
-    TRANSPOSED = "transposed"
-    """[..., out, in]."""
-
     PANELS = "panels"
     """[..., panels, in, 16], see `sgljax_cpu.panels`."""
 
@@ -41,8 +38,6 @@ class Form(enum.Enum):
         if self is Form.LOGICAL:
             return shape
         *stacked, rows, columns = shape
-        if self is Form.TRANSPOSED:
-            return (*stacked, columns, rows)
         num_inputs, num_outputs = (rows, columns) if self is Form.PANELS else (columns, rows)
         return (*stacked, num_panels(num_outputs), num_inputs, PANEL)
 
@@ -52,15 +47,12 @@ class Form(enum.Enum):
             return x
         if self is Form.PANELS:
             return pack_panels(x)
-        transposed = x.swapaxes(-1, -2)
-        return transposed if self is Form.TRANSPOSED else pack_panels(transposed)
+        return pack_panels(x.swapaxes(-1, -2))
 
     def restore(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """The inverse of `store`, for a logical shape. Traced by JAX."""
         if self is Form.LOGICAL:
             return x
-        if self is Form.TRANSPOSED:
-            return x.swapaxes(-1, -2)
         if self is Form.PANELS:
             return unpack_panels(x, shape[-1])
         return unpack_panels(x, shape[-2]).swapaxes(-1, -2)

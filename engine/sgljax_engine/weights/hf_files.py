@@ -13,7 +13,6 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from sgljax_engine.errors import WeightLoadError
-from sgljax_engine.weights.forms import Form
 from sgljax_engine.weights.hf_layout import INDEX_FILE, SINGLE_FILE, find_weight_files
 from sgljax_engine.weights.lora import merge_on_host
 from sgljax_engine.weights.plan import plan_sync
@@ -104,10 +103,9 @@ def mapped_tensors(
                 y = np.stack([mapped(weights[name]) for name in step.stacked])
             else:
                 y = mapped(source)
-            y = y.reshape(target.shape)
-            return y.swapaxes(-1, -2) if target.form is Form.TRANSPOSED else y
+            return y.reshape(target.shape)
 
-        return HfTensor(target.stored_shape, np.dtype(source.dtype), load)
+        return HfTensor(target.shape, np.dtype(source.dtype), load)
 
     steps = plan_sync(source_spec(weights), rules, targets).steps
     return {step.target: tensor(step) for step in steps}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -60,7 +58,7 @@ def to_stored(
     if target.quantized is not None:
         weight = transform(sources, step).reshape(target.source_shape)
         return jnp.copy(target.form.store(target.quantized.of(weight))), is_finite(weight)
-    # Rows of outputs, which a rule transposes and the form may transpose back.
+    # Rows of outputs, which a rule transposes.
     is_by_output = step.transpose in ((1, 0), (0, 2, 1)) and step.hook is None
     if is_by_output and step.stacked and target.form is not Form.LOGICAL:
         step = step._replace(transpose=None)
@@ -78,13 +76,7 @@ def to_stored(
         if is_by_output and x.ndim == len(target.shape):  # XLA drops both transposes
             return sgljax_cpu.pack(x.swapaxes(-1, -2), target.dtype, is_by_output=True)
         return sgljax_cpu.pack(x.reshape(target.shape), target.dtype, is_by_output=False)
-    if target.form is not Form.TRANSPOSED:
-        stored = jnp.copy(target.form.store(x.reshape(target.shape).astype(target.dtype)))
-    elif x.dtype.itemsize >= target.dtype.itemsize:
-        stored = jnp.copy(_swapped(x.astype(target.dtype), target.shape))
-    else:
-        # XLA on CPUs takes twice as long to transpose and widen at once.
-        stored = lax.optimization_barrier(jnp.copy(_swapped(x, target.shape))).astype(target.dtype)
+    stored = jnp.copy(target.form.store(x.reshape(target.shape).astype(target.dtype)))
     return stored, is_finite(x.astype(target.dtype))  # in source order: sequential reads
 
 
@@ -97,21 +89,4 @@ def _stored_rows(x: jax.Array, target: TargetSpec, is_native: bool) -> tuple[jax
     if is_native and target.form is Form.PANELS and _is_packed_natively(x, target):
         return sgljax_cpu.pack(x, target.dtype, is_by_output=True)
     cast = x.astype(target.dtype)
-    stored = cast if target.form is Form.TRANSPOSED else target.form.store(cast.swapaxes(-1, -2))
-    return jnp.copy(stored), is_finite(cast)
-
-
-def _swapped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """`x.reshape(shape)` with its last two axes swapped.
-
-    Permutes the axes of `x` where possible: XLA on CPUs copies an array that is reshaped before it
-    is transposed.
-    """
-    *stacked, _, _ = shape
-    if stacked:
-        return x.reshape(shape).swapaxes(-1, -2)
-    for split in range(x.ndim + 1):
-        if math.prod(x.shape[:split]) == shape[0]:
-            axes = (*range(split, x.ndim), *range(split))
-            return x.transpose(axes).reshape(shape[::-1])
-    return x.reshape(shape).T
+    return jnp.copy(target.form.store(cast.swapaxes(-1, -2))), is_finite(cast)

@@ -233,12 +233,6 @@ def _load_prefixes(core: EngineCore, prefix: PrefixCheckpoint) -> None:
             "went through, and enable_return_routed_experts is set"
         )
         return
-    if kv_memory.is_deterministic:
-        logger.warning(
-            "the checkpoint's KV pages are left out: it does not say in which order their engine "
-            "added up, and enable_deterministic_sampling is set"
-        )
-        return
     saved = {name: getattr(prefix, name) for name in kv_memory.geometry}
     if "kv_cache" in core.sleep_manager.asleep or saved != kv_memory.geometry:
         logger.warning(

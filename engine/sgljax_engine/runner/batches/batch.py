@@ -17,9 +17,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from sgljax_engine.cache.contiguous_kv import CHUNK, SHARING_UNIT
 from sgljax_engine.runner.batches.page_ids import NO_SLOT, window_slots, window_table
 from sgljax_engine.types import NO_ADAPTER, PrefillChunk, Request
+
+_UNIT = 4
+"""Neighbouring rows that share the pages of their prompt. With more, groups would fill fewer units,
+since they lose rows as samples finish."""
+
+_SHARED_TOKENS = 64
 
 
 class ForwardBatch(NamedTuple):
@@ -52,9 +57,8 @@ class DecodeBatch(NamedTuple):
     Shape (all [B] unless said): input_ids: int32, each request's newest token. positions: int32,
         that token's position. page_table: [B, P] int32. step_limits: int32, tokens that the row may
         take; 0 for padding rows. ends_at_limit: bool, whether the row reaches its max_new_tokens at
-        `step_limits`. num_ready: Scalar int32, chunks of contiguous KV that match the pages
-        already. adapters: int32, the adapter slot of each request, -1 for none; None for an engine
-        without adapters. window_table, state_slots: See `ForwardBatch`.
+        `step_limits`. adapters: int32, the adapter slot of each request, -1 for none; None for an
+        engine without adapters. window_table, state_slots: See `ForwardBatch`.
     """
 
     input_ids: jax.Array
@@ -62,7 +66,6 @@ class DecodeBatch(NamedTuple):
     page_table: jax.Array
     step_limits: jax.Array
     ends_at_limit: jax.Array
-    num_ready: jax.Array
     adapters: jax.Array | None = None
     window_table: jax.Array | None = None
     state_slots: jax.Array | None = None
@@ -286,10 +289,10 @@ def _cut(packed: ForwardBatch, start: int, count: int, bucket: int, block: int) 
 def decode_order(requests: Sequence[Request], page_size: int) -> list[int]:
     """The order in which requests become rows.
 
-    Attention processes tiles of neighbouring rows, each up to its longest context, so the longest
-    rows come first, and equal ones keep their order. But requests with the same prompt share its
-    pages, and are grouped where they fill units of `SHARING_UNIT` rows: a unit reads the pages that
-    all its rows share once. Units come before the other rows.
+    The longest come first, since threads that take rows one by one then end together; equal ones
+    keep their order. But requests with the same prompt share its pages, and are neighbours where
+    they fill units of `_UNIT` rows: the caches then hold what they share. Units come before the
+    other rows.
     """
     lengths = [-request.kv_len for request in requests]
     samples: dict[int, list[int]] = {}
@@ -298,15 +301,15 @@ def decode_order(requests: Sequence[Request], page_size: int) -> list[int]:
         request = requests[index]
         # The last token of a prompt is the first decode step's input, so its page is not shared.
         num_shared = (len(request.prompt_ids) - 1) // page_size
-        if num_shared * page_size < CHUNK:  # too little for attention to share
+        if num_shared * page_size < _SHARED_TOKENS:  # too little to share
             rest.append(index)
         else:
             # A page belongs to one prefix, so requests that share a prompt's last page share all.
             samples.setdefault(request.pages[num_shared - 1], []).append(index)
     units: list[list[int]] = []
     for indices in samples.values():
-        end = len(indices) - len(indices) % SHARING_UNIT
-        units += (indices[i : i + SHARING_UNIT] for i in range(0, end, SHARING_UNIT))
+        end = len(indices) - len(indices) % _UNIT
+        units += (indices[i : i + _UNIT] for i in range(0, end, _UNIT))
         rest += indices[end:]
     units.sort(key=lambda unit: lengths[unit[0]])
     return [*itertools.chain.from_iterable(units), *sorted(rest, key=lambda i: (lengths[i], i))]
@@ -345,14 +348,12 @@ def build_decode_batch(
         states = np.full(size, NO_SLOT, np.int32)
         states[used] = [request.state_slot for request in requests]
     table = None if windows is None else window_table(page_table, windows)
-    num_ready = np.int32(0)
     arrays: Any = (
         input_ids,
         positions,
         page_table,
         limits,
         ends_at_limit,
-        num_ready,
         adapters,
         table,
         states,

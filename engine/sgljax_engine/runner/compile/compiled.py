@@ -24,7 +24,7 @@ from sgljax_engine.errors import CompileForbiddenError
 from sgljax_engine.observability.progress import ProgressListener, reporting
 from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.runner.compile.memory import checked_fit
-from sgljax_engine.runner.programs import forward, pages, score, verify
+from sgljax_engine.runner.programs import decode, pages, prefill, score, verify
 from sgljax_engine.runner.programs.context import ProgramContext
 from sgljax_engine.xla_options import Options, compiler_options
 
@@ -54,13 +54,12 @@ class ProgramState(NamedTuple):
     """State that programs use beside their arguments.
 
     Attributes:
-        weights, kv, contiguous_kv: The runner's arrays.
+        weights, kv: The runner's arrays.
         moved: Contents of some pages that move out of `kv` or into it.
     """
 
     weights: Any
     kv: Any
-    contiguous_kv: Any
     moved: Any = ()
 
 
@@ -76,11 +75,9 @@ class _Program(NamedTuple):
 
 
 _PROGRAMS = {
-    "prefill": _Program(forward.prefill, ("weights", "kv"), ("kv",)),
+    "prefill": _Program(prefill.prefill, ("weights", "kv"), ("kv",)),
     "copy_pages": _Program(pages.copy_pages, ("kv",), ("kv",)),
-    "decode": _Program(
-        forward.decode, ("weights", "kv", "contiguous_kv"), ("kv", "contiguous_kv", "result")
-    ),
+    "decode": _Program(decode.decode, ("weights", "kv"), ("kv", "result")),
     "verify": _Program(verify.verify, ("weights", "kv"), ("kv", "result")),
     "read_pages": _Program(pages.read_pages, ("kv",), ("moved",)),
     "write_pages": _Program(pages.write_pages, ("kv", "moved"), ("kv",)),
@@ -229,7 +226,6 @@ class ProgramCache:
         placed = {
             "weights": jax.tree.map(lambda x: x.sharding, state.weights),
             "kv": jax.tree.map(lambda x: x.sharding, state.kv),
-            "contiguous_kv": jax.tree.map(lambda x: x.sharding, state.contiguous_kv),
             "moved": jax.tree.map(lambda x: x.sharding, state.kv._replace(states=())),
             "result": everywhere,
         }

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sgljax_engine.cache.contiguous_kv import ContiguousKV, ContiguousShapes, allocate_contiguous_kv
 from sgljax_engine.cache.kv_pages import (
     KVPages,
     PageLayout,
@@ -23,7 +22,6 @@ from sgljax_engine.cache.zeros import MakeZeros
 from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.runner.batches.page_ids import page_ids
 from sgljax_engine.runner.compile.compiled import ProgramCache, ProgramCall, ProgramState, takes_kv
-from sgljax_engine.runner.kv.contiguous_slots import ContiguousSlots
 from sgljax_engine.runner.kv.host_arrays import HostMemory, host_memory, to_device, to_host
 from sgljax_engine.runner.kv.saved_pages import SavedPages, chunk_ids, chunk_size, page_chunks
 from sgljax_engine.runner.programs.context import ProgramContext
@@ -36,16 +34,13 @@ and the `HostArray`s of their states in each layer."""
 
 
 class KVMemory:
-    """Pages and contiguous KV: allocates and frees their memory, and copies pages' contents.
+    """Pages and recurrent states: allocates and frees their memory, and copies their contents.
 
     Attributes:
         num_pages: Pages in the pool.
         num_window_pages: Window pages; 0 without.
         num_state_slots: Slots of recurrent states; 0 without.
-        contiguous_kv: Copies of the pages of decode rows, for attention that reads those; else
-            empty.
-        contiguous_slots: The requests of these copies.
-        layouts: Layout of a token's heads in a page, for each cached layer.
+        kv: The pages; none while they are not allocated.
     """
 
     def __init__(
@@ -57,7 +52,6 @@ class KVMemory:
         num_pages: int,
         num_window_pages: int,
         num_state_slots: int,
-        contiguous_shapes: Sequence[ContiguousShapes] | None,
         make_zeros: MakeZeros,
     ) -> None:
         """Allocates the pages.
@@ -70,36 +64,23 @@ class KVMemory:
             num_window_pages: Window pages, the null page included, see `cache.window`; 0
                 without.
             num_state_slots: Slots of recurrent states; 0 without.
-            contiguous_shapes: Shapes of contiguous KV in each cached layer; None if decode
-                attention reads pages.
             make_zeros: Makes the arrays.
         """
         self._make_zeros = make_zeros
         self._programs = programs
         self._static = static
         self._placement = placement
-        self._contiguous_shapes = contiguous_shapes
         self._host_memory: HostMemory = host_memory(placement.mesh.devices.flat[0])
-        self._kv = KVPages()
+        self.kv = KVPages()
         self.num_pages = num_pages
         self.num_window_pages = num_window_pages
         self.num_state_slots = num_state_slots
-        self.layouts: tuple[PageLayout, ...] = placement.page_layouts(
-            static.context.config, static.heads_per_row
-        )
-        self.contiguous_kv: ContiguousKV = ()
-        self.contiguous_slots = ContiguousSlots()
         self._allocate()
 
     @property
-    def kv(self) -> KVPages:
-        """The pages; none while they are not allocated. Rows copy those that are set anew."""
-        return self._kv
-
-    @kv.setter
-    def kv(self, pages: KVPages) -> None:
-        self.contiguous_slots.forget()
-        self._kv = pages
+    def layouts(self) -> tuple[PageLayout, ...]:
+        """Layout of a token's heads in a page, for each cached layer."""
+        return self._static.page_layouts
 
     @property
     def geometry(self) -> dict[str, Any]:
@@ -115,11 +96,6 @@ class KVMemory:
         """Shardings of the pages of each cached layer."""
         return list(map(self._placement.kv_sharding, self._static.context.config.cached_kv))
 
-    @property
-    def is_deterministic(self) -> bool:
-        """Whether a page's contents must have the same bits however they were computed."""
-        return self._static.is_deterministic
-
     # ------------------------------------------------------------------ programs
 
     def run(self, call: ProgramCall, weights: Mapping[str, jax.Array]) -> Any:
@@ -127,16 +103,16 @@ class KVMemory:
         if takes_kv(call.name):
             self.take()
         state, result = self._programs.run(call, self.state(weights))
-        self._kv, self.contiguous_kv = state.kv, state.contiguous_kv
+        self.kv = state.kv
         return result
 
     def state(self, weights: Mapping[str, jax.Array]) -> ProgramState:
         """Arguments of programs: the current memory, and weights."""
-        return ProgramState(weights, self.kv, self.contiguous_kv)
+        return ProgramState(weights, self.kv)
 
     def check(self) -> None:
         """Waits for all programs that write pages; raises their errors."""
-        jax.block_until_ready((self.kv, self.contiguous_kv))
+        jax.block_until_ready(self.kv)
 
     def wait(self) -> None:
         """Waits for all dispatched programs; the next step finds their errors."""
@@ -151,22 +127,22 @@ class KVMemory:
         return bool(self.kv.layers)
 
     def take(self) -> int:
-        """Allocates pages and contiguous KV, unless they are; returns the bytes."""
+        """Allocates the pages, unless they are; returns the bytes."""
         if self.is_allocated:
             return 0
         self._allocate()
         return self._num_bytes
 
     def release(self) -> int:
-        """Frees pages and contiguous KV, contents included; returns the bytes."""
+        """Frees the pages, contents included; returns the bytes."""
         num_bytes = self._num_bytes
         self.wait()  # memory that a program still writes is not free
         self.drop()
         return num_bytes
 
     def drop(self) -> None:
-        """Drops pages and contiguous KV, valid or not."""
-        self.kv, self.contiguous_kv = KVPages(), ()
+        """Drops the pages, valid or not."""
+        self.kv = KVPages()
 
     def recover(self) -> bool:
         """Drops the pages if a failed program consumed or spoilt them; returns whether it did.
@@ -175,7 +151,6 @@ class KVMemory:
         that a failed asynchronous program was to return raise when waited for. `load_pages` drops
         them by itself.
         """
-        self.contiguous_slots.forget()
         if self.is_allocated:
             try:
                 self.check()
@@ -188,10 +163,10 @@ class KVMemory:
 
     @property
     def _num_bytes(self) -> int:
-        return self._placement.held_bytes(jax.tree.leaves((self.kv, self.contiguous_kv)))
+        return self._placement.held_bytes(jax.tree.leaves(self.kv))
 
     def _allocate(self) -> None:
-        placement, layers = self._placement, self._static.context.config.cached_kv
+        placement = self._placement
         pages = allocate_kv_pages(
             self.layouts,
             self._shardings,
@@ -210,16 +185,7 @@ class KVMemory:
             num_slots=self.num_state_slots,
             make_zeros=self._make_zeros,
         )
-        contiguous: ContiguousKV = ()
-        if self._contiguous_shapes is not None:
-            contiguous = allocate_contiguous_kv(
-                self._contiguous_shapes,
-                list(map(placement.contiguous_kv_sharding, layers)),
-                dtype=placement.dtype,
-                make_zeros=self._make_zeros,
-            )
-        # Both or, if memory is short, none.
-        self.kv, self.contiguous_kv = KVPages(pages, routed, states), contiguous
+        self.kv = KVPages(pages, routed, states)
 
     def _allocate_routed(self) -> jax.Array | None:
         if not self._static.context.returns_routed:

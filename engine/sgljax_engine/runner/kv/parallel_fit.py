@@ -10,6 +10,7 @@ import jax
 from sgljax_engine.attention.registry import engine_attention
 from sgljax_engine.config import EngineConfig, ParallelConfig
 from sgljax_engine.errors import InvalidConfigError
+from sgljax_engine.layers.kernels import pick_kernels
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.placement.submeshes import check_divides, place, share_out
 from sgljax_engine.runner.kv.plan import engine_free_bytes, expected_weights_bytes
@@ -104,7 +105,9 @@ def _needed_and_free(
     """
     group = place(model, mesh, dtype, parallel, config.runtime)
     engine = group.engines[0]
-    attention = engine_attention(config.runtime, engine.target, model.head_dims)
+    runtime = config.runtime
+    kernels = pick_kernels(runtime.linear_backend, engine.target).kernels
+    attention = engine_attention(runtime.attention_backend, engine.target, model.head_dims, kernels)
     tokens = config.max_model_len or model.context_length
     per_token = sum(bytes_per_token(model, config, engine, attention.heads_per_row))
     kv = math.ceil(tokens * per_token / config.cache.mem_fraction_static)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from pathlib import Path
 from typing import NamedTuple
 
-from sgljax_engine.attention.base import ContiguousKV
-from sgljax_engine.cache.contiguous_kv import LANES, ContiguousShapes, contiguous_shapes
 from sgljax_engine.cache.window import WindowSizes
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.errors import InvalidConfigError
@@ -28,12 +25,10 @@ class MemoryPlan(NamedTuple):
 
     Attributes:
         report: What it takes.
-        contiguous_shapes: Shapes of contiguous KV in each cached layer; None without.
         windows: Sizes of the window pages, see `cache.window`; None without.
     """
 
     report: MemoryReport
-    contiguous_shapes: tuple[ContiguousShapes, ...] | None
     windows: WindowSizes | None
 
 
@@ -44,7 +39,6 @@ def plan_memory(
     max_model_len: int,
     weights_bytes: int,
     *,
-    contiguous_kv: ContiguousKV,
     heads_per_row: int = 1,
     program_bytes: int = 0,
     num_engines: int = 1,
@@ -59,7 +53,6 @@ def plan_memory(
         placement: The engine's placement.
         max_model_len: Maximum number of tokens of a sequence.
         weights_bytes: Bytes of the weights.
-        contiguous_kv: As in `attention.base.AttentionBackend`.
         heads_per_row: Kv heads in a row of a page, see `PageLayout`.
         program_bytes: Bytes of all the engine's devices that programs need beside weights and KV.
         num_engines: Engines of the group, which share the memory of a host.
@@ -114,21 +107,10 @@ def plan_memory(
         num_pages=num_pages,
         rule=rule,
     )
-    rows, rows_bytes = _plan_rows(
-        model,
-        config,
-        placement,
-        max_model_len,
-        contiguous_kv=contiguous_kv,
-        free_bytes=free,
-        kv_bytes=pools.kv_bytes + states.num_bytes,
-        unshared_bytes=pools.kv_bytes + pools.saved_bytes,
-    )
     num_window_pages = 0 if pools.windows is None else pools.windows.num_pages
     report = MemoryReport(
         weights_bytes=weights_bytes,
         kv_bytes=pools.kv_bytes,
-        contiguous_kv_bytes=rows_bytes,
         kv_tokens=pools.num_pages * cache.page_size,
         window_kv_tokens=num_window_pages * cache.page_size,
         saved_window_bytes=pools.saved_bytes,
@@ -142,14 +124,13 @@ def plan_memory(
     )
     logger.info(
         "weights take %d bytes; the KV cache takes %d for %d tokens in pages of %d, as %s says, "
-        "and %d in sliding windows; copies of decode rows take %d",
+        "and %d in sliding windows",
         report.weights_bytes,
         report.kv_bytes,
         report.kv_tokens,
         report.page_size,
         report.rule,
         report.window_kv_tokens,
-        report.contiguous_kv_bytes,
     )
     if states.num_slots:
         logger.info(
@@ -157,53 +138,7 @@ def plan_memory(
             states.num_bytes,
             states.num_slots,
         )
-    return MemoryPlan(report, rows, pools.windows)
-
-
-def _plan_rows(
-    model: ModelConfig,
-    config: EngineConfig,
-    placement: Placement,
-    max_model_len: int,
-    *,
-    contiguous_kv: ContiguousKV,
-    free_bytes: int | None,
-    kv_bytes: int,
-    unshared_bytes: int,
-) -> tuple[tuple[ContiguousShapes, ...] | None, int]:
-    """Shapes and bytes of contiguous KV for decode attention on CPUs: all rows or none.
-
-    Pages and rows together stay within `mem_fraction_static`. With "if_it_fits" there are also none
-    if the rows exceed twice the pages, as with a small `num_kv_tokens`; `unshared_bytes` counts
-    pages of all layers, since rows are as long in sliding layers.
-    """
-    if contiguous_kv == "never":
-        return None, 0
-    num_rows = (config.runtime.batch_buckets or (config.scheduler.max_running_requests,))[-1]
-    odd = [head_dim for head_dim in model.head_dims if head_dim % LANES]
-    if odd:
-        problem = f"needs a head_dim that is a multiple of {LANES}, got {odd[0]}"
-    else:
-        shapes = tuple(contiguous_shapes(num_rows, max_model_len, *kv) for kv in model.cached_kv)
-        elements = sum(
-            placement.kv_copies(kv) * sum(map(math.prod, layer))
-            for kv, layer in zip(model.cached_kv, shapes, strict=True)
-        )
-        size = elements * placement.dtype.itemsize
-        left = size
-        if free_bytes is not None:
-            left = max(int(free_bytes * config.cache.mem_fraction_static) - kv_bytes, 0)
-        if size <= left and (contiguous_kv == "always" or size <= 2 * unshared_bytes):
-            return shapes, size
-        problem = (
-            f"takes {size} bytes for {num_rows} rows of {max_model_len} tokens; "
-            f"mem_fraction_static leaves {left} beside the pages"
-        )
-    if contiguous_kv == "always":
-        name = config.runtime.attention_backend
-        raise InvalidConfigError(f"attention_backend {name!r} {problem}")
-    logger.info("decode attention reads pages, since contiguous KV %s", problem)
-    return None, 0
+    return MemoryPlan(report, pools.windows)
 
 
 def _round_down(count: int) -> int:

@@ -1,4 +1,4 @@
-"""How the layers of a pass reach keys in pages, and in contiguous KV."""
+"""How the layers of a pass reach keys in pages."""
 
 from __future__ import annotations
 
@@ -8,19 +8,15 @@ import jax
 import jax.numpy as jnp
 
 from sgljax_engine.attention.base import (
+    Attention,
     AttentionOptions,
     BlockTables,
-    DecodeAttention,
-    PrefillAttention,
-    PrepareHeads,
-    Projections,
+    NewTokens,
+    in_blocks,
 )
-from sgljax_engine.attention.contiguous import contiguous_attention
-from sgljax_engine.cache.contiguous_kv import DecodeCache, write_contiguous_kv
-from sgljax_engine.cache.kv_pages import LayerKV, write_kv
-from sgljax_engine.models.spec import Attend, LayerCache, NewKV, ProjectionAttend
+from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.models.spec import Attend, LayerCache
 from sgljax_engine.runner.batches.page_ids import NO_SLOT
-from sgljax_engine.runner.programs.context import ProgramContext
 
 
 class Pages(NamedTuple):
@@ -68,110 +64,17 @@ def slots_at(
     return jnp.where(is_used, page_id * page_size + positions % page_size, NO_SLOT)
 
 
-def paged_attend(
-    static: ProgramContext, pages: Pages, write_and_attend: PrefillAttention | None
-) -> Attend:
-    """An `attend` of blocks over pages: by `write_and_attend`, or by `static.attention`.
-
-    New keys are written to slots before the latter, as before every read of another layer's keys.
-    """
-    num_blocks, num_queries = pages.tables.positions.shape
-
-    def split(x: jax.Array) -> jax.Array:
-        return x.reshape(num_blocks, num_queries, *x.shape[1:])
+def paged_attend(attention: Attention, pages: Pages) -> Attend:
+    """An `attend` of blocks over pages."""
 
     def attend(
-        q: jax.Array, new: NewKV | None, layer: LayerCache | None, options: AttentionOptions
-    ) -> tuple[jax.Array, LayerKV]:
-        assert isinstance(layer, LayerKV)
-        tables, slots, _ = pages.of(options)
-        if write_and_attend is not None and new is not None:
-            k, v = map(split, new)
-            out, layer = write_and_attend(split(q), k, v, layer, tables, options)
-            return out.reshape(q.shape), layer
-        if new is not None:
-            k, v = new
-            layer = static.write_kv(layer, k, v, slots)
-        return static.attention(split(q), layer, tables, options).reshape(q.shape), layer
-
-    prepare = static.prepare
-    if prepare is None:
-        return attend
-
-    def from_projections(
-        new: Projections, layer: LayerCache | None, options: AttentionOptions
+        tokens: jax.Array | NewTokens, layer: LayerCache, options: AttentionOptions
     ) -> tuple[jax.Array, LayerCache]:
         assert isinstance(layer, LayerKV)
-        q, layer = prepare(new, layer, pages.of(options).slots)
-        return attend(q, None, layer, options)
-
-    return ProjectionAttend(attend, from_projections)
-
-
-def own_attend(prepare: PrepareHeads | None, attend: Attend) -> Attend:
-    """An `attend` without pages, whose new keys are all there are; of projections too."""
-    if prepare is None:
-        return attend
-
-    def from_projections(
-        new: Projections, layer: LayerCache | None, options: AttentionOptions
-    ) -> tuple[jax.Array, LayerCache]:
-        q, (k, v) = prepare(new, None, None)
-        return attend(q, (k, v), layer, options)
-
-    return ProjectionAttend(attend, from_projections)
-
-
-def decode_attend(static: ProgramContext, pages: Pages) -> Attend:
-    """An `attend` of one token per row over pages."""
-    own = static.decode_attention
-    attend = paged_attend(static, pages, None if own is None else of_blocks(own))
-    attend_to_projections = static.projection_attention
-    if attend_to_projections is None:
-        return attend
-
-    def from_projections(
-        new: Projections, layer: LayerCache | None, options: AttentionOptions
-    ) -> tuple[jax.Array, LayerKV]:
-        assert isinstance(layer, LayerKV)
-        tables = pages.of(options).tables
-        return attend_to_projections(new, layer, tables, options)
-
-    return ProjectionAttend(attend, from_projections)
-
-
-def contiguous_attend(pages: Pages, active: jax.Array, shared: jax.Array) -> Attend:
-    """An `attend` of one token per row that writes its key to both caches and reads contiguous KV.
-
-    `shared` is the result of `contiguous.shared_keys`.
-    """
-
-    def attend(
-        q: jax.Array, new: NewKV | None, layer: LayerCache | None, options: AttentionOptions
-    ) -> tuple[jax.Array, DecodeCache]:
-        assert isinstance(layer, DecodeCache)
         tables, slots, _ = pages.of(options)
-        if new is not None:
-            k, v = (x.astype(layer.pages.k.dtype) for x in new)
-            contiguous = write_contiguous_kv(layer.contiguous, k, v, tables.positions[:, 0], active)
-            layer = DecodeCache(write_kv(layer.pages, k, v, slots), contiguous)
-        return contiguous_attention(q, layer.contiguous, tables.kv_lens, shared, options), layer
-
-    return attend
-
-
-def of_blocks(attention: DecodeAttention) -> PrefillAttention:
-    """Attention of one token per row, for blocks of one token."""
-
-    def attend(
-        q_NQDh: jax.Array,
-        k_NQKh: jax.Array,
-        v_NQKh: jax.Array,
-        layer: LayerKV,
-        tables: BlockTables,
-        options: AttentionOptions,
-    ) -> tuple[jax.Array, LayerKV]:
-        q, k, v = q_NQDh[:, 0], k_NQKh[:, 0], v_NQKh[:, 0]
-        return attention(q, k, v, layer, tables, options)
+        if isinstance(tokens, NewTokens):
+            return attention.write_and_attend(tokens, layer, tables, slots, options)
+        out = attention.attend(in_blocks(tokens, tables), layer, tables, options)
+        return out.reshape(tokens.shape), layer
 
     return attend

@@ -1,4 +1,4 @@
-"""The device programs that move the contents of pages; see `runner.programs.forward`."""
+"""The device programs that move the contents of pages; see `runner.programs.prefill`."""
 
 from __future__ import annotations
 

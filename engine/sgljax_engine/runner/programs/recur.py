@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgljax_engine.attention.base import BlockTables
-from sgljax_engine.cache.layer_states import LayerState, VerifyState, state_shapes
+from sgljax_engine.cache.layer_states import LayerState, VerifyState
 from sgljax_engine.layers import delta_net
 from sgljax_engine.layers.delta_net import NetInputs, TokenTerms
 from sgljax_engine.layers.kernels import Kernels
@@ -40,7 +40,7 @@ class _Blocks(NamedTuple):
 def block_recur(
     net: LinearAttentionConfig,
     tables: BlockTables,
-    slots: jax.Array | None,
+    slots: jax.Array,
     kernels: Kernels | None = None,
 ) -> Recur:
     """A `recur` of blocks.
@@ -48,22 +48,18 @@ def block_recur(
     Args:
         net: Sizes of the layers.
         tables: The blocks; `page_table` is ignored.
-        slots: [N] int32, the slot of each block's request. None for sequences one after another
-            without slots: then states live only in the batch.
+        slots: [N] int32, the slot of each block's request.
         kernels: Apply the rule token by token; None for blocks.
     """
     firsts = tables.positions[:, 0]
     lens = jnp.clip(tables.kv_lens - firsts, 0, tables.positions.shape[1])
     lens = jnp.where(tables.kv_lens > 0, lens, 0)
-    own = jnp.zeros_like(firsts) if slots is None else slots
-    before = jnp.concatenate([jnp.full(1, -1, jnp.int32), own[:-1]])
-    blocks = _Blocks(firsts, lens, own, (own == before) & (firsts > 0))
+    before = jnp.concatenate([jnp.full(1, -1, jnp.int32), slots[:-1]])
+    blocks = _Blocks(firsts, lens, slots, (slots == before) & (firsts > 0))
 
     def recur(
-        inputs: NetInputs, weight: jax.Array, layer: LayerCache | None
+        inputs: NetInputs, weight: jax.Array, layer: LayerCache
     ) -> tuple[jax.Array, LayerCache]:
-        if layer is None:
-            layer = LayerState(*(jnp.zeros(s, jnp.float32) for s in state_shapes(net, 1)))
         assert isinstance(layer, LayerState)
         return _recur_blocks(net, blocks, inputs, weight, layer, kernels)
 
@@ -149,7 +145,7 @@ def row_recur(
     """
 
     def recur(
-        inputs: NetInputs, weight: jax.Array, layer: LayerCache | None
+        inputs: NetInputs, weight: jax.Array, layer: LayerCache
     ) -> tuple[jax.Array, LayerCache]:
         assert isinstance(layer, LayerState)
         new = inputs.qkv.astype(jnp.float32)[:, None]
@@ -198,7 +194,7 @@ def verify_recur(
     """
 
     def recur(
-        inputs: NetInputs, weight: jax.Array, layer: LayerCache | None
+        inputs: NetInputs, weight: jax.Array, layer: LayerCache
     ) -> tuple[jax.Array, LayerCache]:
         assert isinstance(layer, VerifyState)
         qkv, decay, rate = (x[places].astype(jnp.float32) for x in inputs)

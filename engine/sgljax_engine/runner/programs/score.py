@@ -1,4 +1,4 @@
-"""The device program that scores given tokens; see `runner.programs.forward` for the others."""
+"""The device program that scores given tokens; see `runner.programs.prefill` for its passes."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from sgljax_engine.attention.base import AttentionOptions, BlockTables
 from sgljax_engine.cache.kv_pages import LayerKV
-from sgljax_engine.layers.tiles import tokens_in_tiles
-from sgljax_engine.models.spec import LayerCache, NewKV, Params
+from sgljax_engine.cache.layer_states import LayerState, state_shapes
+from sgljax_engine.models.spec import LayerCache, Params
+from sgljax_engine.runner.batches.batch import ForwardBatch
 from sgljax_engine.runner.batches.packing import ScoreBatch
-from sgljax_engine.runner.programs.attend import own_attend
 from sgljax_engine.runner.programs.context import ProgramContext
-from sgljax_engine.runner.programs.recur import block_recur
+from sgljax_engine.runner.programs.prefill import forward_pass, in_passes
 from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch
-from sgljax_engine.sampling.sampler import map_logprobs
 
 _LOGITS_TILE = 256
 """Tokens whose logits are in memory together."""
@@ -44,8 +43,8 @@ def score(
 ) -> ScoreOutput:
     """Log-probs of given tokens: log softmax(logits / temperature)[target] at each place.
 
-    Its time follows the tokens in the batch. With deterministic sampling it gives the bits of
-    decoding.
+    Its time follows the tokens in the batch. Keys live in pages of its own, a block each. With
+    kernels that are batch-invariant it gives the bits of decoding.
 
     Args:
         params: Physical weights.
@@ -56,71 +55,73 @@ def score(
             without adapters.
         static: What the program is compiled for.
     """
-    num_tokens, num_blocks = batch.input_ids.shape[0], batch.seq_lens.shape[0]
-    block = num_tokens // num_blocks
-    tables = BlockTables(
-        batch.page_table, batch.positions.reshape(num_blocks, block), batch.seq_lens
+    hidden = _hidden(params, batch, adapter, static)
+    num_tokens = batch.input_ids.shape[0]
+    tile = min(_LOGITS_TILE, num_tokens)
+    temperatures = jnp.full(tile, temperature, jnp.float32)
+    adapters = None if adapter is None else jnp.full(tile, adapter, jnp.int32)
+    others = None
+    if extras is not None:  # the same for all
+        others = extras._replace(token_ids=jnp.repeat(extras.token_ids, tile, axis=0))
+    more = (0, -num_tokens % tile)
+    places, targets = jnp.pad(batch.places, more), jnp.pad(batch.targets, more)
+
+    def score_tile(index: jax.Array) -> ScoreOutput:
+        own, wanted = (lax.dynamic_slice_in_dim(x, index * tile, tile) for x in (places, targets))
+        inputs = jnp.take(hidden, own, axis=0)
+        logits = static.model.logits(params, static.context, inputs, adapters)
+        # In memory: else XLA may compute them again elsewhere, and round otherwise.
+        logits = lax.optimization_barrier(logits)
+        found = static.sampler.logprobs(logits, wanted, temperatures, others)
+        return ScoreOutput(found.scaled, found.extras)
+
+    def put(index: jax.Array, out: ScoreOutput) -> ScoreOutput:
+        return jax.tree.map(
+            lambda x, new: lax.dynamic_update_slice_in_dim(x, new, index * tile, 0),
+            out,
+            score_tile(index),
+        )
+
+    empty = jax.tree.map(
+        lambda x: jnp.zeros((places.shape[0], *x.shape[1:]), x.dtype),
+        jax.eval_shape(score_tile, jnp.int32(0)),
     )
+    out = lax.fori_loop(0, (batch.num_scored + tile - 1) // tile, put, empty)
+    return jax.tree.map(lambda x: x[:num_tokens], out)
 
-    def in_blocks(x: jax.Array) -> jax.Array:
-        return x.reshape(num_blocks, block, *x.shape[1:])
 
-    def attend(
-        q: jax.Array, new: NewKV | None, layer: LayerCache | None, options: AttentionOptions
-    ) -> tuple[jax.Array, LayerCache]:
-        if new is not None:
-            layer = LayerKV(*(in_blocks(x).swapaxes(1, 2) for x in new))
-        assert isinstance(layer, LayerKV)
-        return static.attention(in_blocks(q), layer, tables, options).reshape(q.shape), layer
-
-    widths, per_pass = static.context.tile_widths, static.prefill_pass
-    num_used = jnp.sum(batch.seq_lens > 0, dtype=jnp.int32) * block
-    in_passes = (per_pass,) if per_pass is not None and num_tokens > per_pass else ()
-    is_used = _is_used(tables) if static.context.has_experts else None
-    tokens = tokens_in_tiles(widths or in_passes, num_tokens, num_used, is_used)
-    net = static.context.config.linear_attention
-    hidden = static.model.forward(
-        params,
-        static.context,
+def _hidden(
+    params: Params, batch: ScoreBatch, adapter: jax.Array | None, static: ProgramContext
+) -> jax.Array:
+    """The last hidden state [T, D] of each token."""
+    num_tokens, num_blocks = batch.input_ids.shape[0], batch.seq_lens.shape[0]
+    context = static.context
+    net = context.config.linear_attention
+    zeros = jnp.zeros(num_blocks, jnp.int32)
+    forward = ForwardBatch(
         batch.input_ids,
         batch.positions,
-        own_attend(static.prepare, attend),
-        None,
-        tokens,
-        _repeated(adapter, num_tokens),
-        None if net is None else block_recur(net, tables, None, static.recur_kernels),
-    ).hidden
-
-    def score_tile(
-        args: tuple[jax.Array, jax.Array],
-    ) -> tuple[jax.Array, ExtraLogprobs | None]:
-        places, targets = args
-        width = places.shape[0]
-        logits = static.model.logits(
-            params, static.context, jnp.take(hidden, places, axis=0), _repeated(adapter, width)
-        )
-        # Not a constant, see `Tiles`; the whole tile, since there is nothing to save.
-        num_rows = jnp.where(batch.num_scored > 0, width, 0).astype(jnp.int32)
-        rows = static.sampler_tokens(width, num_rows)
-        temperatures = jnp.full(width, temperature, jnp.float32)
-        others = None
-        if extras is not None:  # the same for all
-            others = extras._replace(token_ids=jnp.repeat(extras.token_ids, width, axis=0))
-        found = map_logprobs(rows, static.sampler, logits, targets, temperatures, others)
-        return found.scaled, found.extras
-
-    places = tokens_in_tiles(
-        widths or (min(_LOGITS_TILE, num_tokens),), num_tokens, batch.num_scored
+        jnp.arange(num_tokens, dtype=jnp.int32),
+        batch.page_table,
+        batch.seq_lens,
+        None if adapter is None else zeros + adapter,
+        state_slots=None if net is None else zeros,
     )
-    wanted = jax.tree.map(places.split, (batch.places, batch.targets))
-    return ScoreOutput(*jax.tree.map(places.join, places.map(score_tile, wanted)))
+    caches: list[LayerCache] = []
+    for layout in static.page_layouts:
+        shape = (num_blocks, layout.num_rows, num_tokens // num_blocks, layout.row_size)
+        caches.append(LayerKV(*(jnp.zeros(shape, context.dtype) for _ in "kv")))
+    if net is not None:
+        states = (jnp.zeros(shape, jnp.float32) for shape in state_shapes(net, 1))
+        caches += [LayerState(*states)] * len(context.config.state_layers)
 
+    def one_pass(
+        carry: tuple[tuple[LayerCache, ...], jax.Array], batch: ForwardBatch, index: jax.Array
+    ) -> tuple[tuple[LayerCache, ...], jax.Array]:
+        caches, hidden = carry
+        out = forward_pass(params, caches, batch, static)
+        start = index * len(batch.input_ids)
+        return out.caches, lax.dynamic_update_slice_in_dim(hidden, out.hidden, start, 0)
 
-def _is_used(tables: BlockTables) -> jax.Array:
-    """[T] bool, whether a token is one of a sequence and not padding at the end of a block."""
-    places = jnp.arange(tables.positions.shape[1], dtype=jnp.int32)
-    return (tables.positions[:, :1] + places[None] < tables.kv_lens[:, None]).reshape(-1)
-
-
-def _repeated(adapter: jax.Array | None, num_tokens: int) -> jax.Array | None:
-    return None if adapter is None else jnp.full(num_tokens, adapter, jnp.int32)
+    hidden = jnp.zeros((num_tokens, context.config.hidden_size), context.activation_dtype)
+    return in_passes(one_pass, (tuple(caches), hidden), forward, static.prefill_pass)[1]

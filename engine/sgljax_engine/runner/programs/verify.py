@@ -22,16 +22,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sgljax_engine.attention.base import AttentionOptions, BlockTables, Projections
+from sgljax_engine.attention.base import AttentionOptions, BlockTables, NewTokens
 from sgljax_engine.cache.kv_pages import KVPages, LayerKV
 from sgljax_engine.cache.layer_states import VerifyState, put_states, take_states, verify_state
 from sgljax_engine.config import TOKEN_BLOCK
-from sgljax_engine.layers.tiles import Tokens, tokens_in_tiles
-from sgljax_engine.models.spec import Attend, LayerCache, NewKV, Params, ProjectionAttend, Recur
+from sgljax_engine.models.spec import Attend, LayerCache, Params, Pass, Recur
 from sgljax_engine.runner.batches.batch import DecodeBatch
 from sgljax_engine.runner.batches.page_ids import NO_SLOT
-from sgljax_engine.runner.programs.attend import Pages, of_blocks, paged_attend, slots_at
+from sgljax_engine.runner.programs.attend import Pages, paged_attend, slots_at
 from sgljax_engine.runner.programs.context import ProgramContext
+from sgljax_engine.runner.programs.decode import (
+    DecodeOutput,
+    RowOptions,
+    empty_extras,
+    empty_output,
+)
 from sgljax_engine.runner.programs.drafts import (
     NUM_SOURCES,
     DraftBatch,
@@ -45,13 +50,7 @@ from sgljax_engine.runner.programs.drafts import (
     read_drafts,
     row_drafts,
 )
-from sgljax_engine.runner.programs.forward import (
-    DecodeOutput,
-    RowOptions,
-    empty_extras,
-    empty_output,
-    with_routed,
-)
+from sgljax_engine.runner.programs.prefill import with_routed
 from sgljax_engine.runner.programs.recur import accept, verify_recur
 from sgljax_engine.sampling.sampler import Sampled, SamplingBatch, sample
 from sgljax_engine.sampling.table import SamplingTable, adjust_logits, record
@@ -157,7 +156,7 @@ def verify(
     net = static.context.config.linear_attention
     if net is not None and rows.state_slots is not None:
         states = take_states(kv.states, rows.state_slots, rows.positions)
-        most = 1 + row_drafts(widths[-1], static.num_drafts)
+        most = 1 + row_drafts(widths[-1], static.drafts.num_drafts)
         by_token = static.recur_kernels is not None
         caches = (*caches, *(verify_state(net, x, most, by_token=by_token) for x in states))
     start = _Carry(
@@ -198,7 +197,10 @@ class _Run(NamedTuple):
 
     def no_drafts(self) -> Drafts:
         """A step without drafts."""
-        num_rows, num_drafts = len(self.limits), row_drafts(self.widths[-1], self.static.num_drafts)
+        num_rows, num_drafts = (
+            len(self.limits),
+            row_drafts(self.widths[-1], self.static.drafts.num_drafts),
+        )
         nothing, size = jnp.zeros(num_rows, jnp.int32), self.drafts.text.shape[1]
         return Drafts(
             tokens=jnp.zeros((num_rows, num_drafts), jnp.int32),
@@ -214,7 +216,7 @@ class _Run(NamedTuple):
         active, num_drafts = self.is_active(carry), carry.drafts.tokens.shape[1]
 
         def choose() -> Drafts:
-            search, vocab_size = self.static.search, self.static.context.config.vocab_size
+            search, vocab_size = self.static.drafts.search, self.static.context.config.vocab_size
             match = find_drafts(batch, carry.text, carry.num_text, carry.pointer, search)
             tokens, available = read_drafts(
                 carry.text, carry.num_text, match, num_drafts, vocab_size
@@ -257,7 +259,7 @@ class _Run(NamedTuple):
     def _pass(self, index: int, carry: _Carry, packed: _Packed, passed: _Passed) -> _Passed:
         """A forward pass of the width with that index."""
         width = self.widths[index]
-        most = 1 + row_drafts(width, self.static.num_drafts) if index else 1
+        most = 1 + row_drafts(width, self.static.drafts.num_drafts) if index else 1
         row, place, is_used = (x[:width] for x in (packed.row, packed.place, packed.is_used))
         packed = _Packed(row, place, is_used, packed.starts)
         offset = carry.out.output.num_tokens[row] + place
@@ -265,25 +267,22 @@ class _Run(NamedTuple):
         drafted = carry.drafts.tokens[row, jnp.maximum(place - 1, 0)]
         input_ids = jnp.where(place == 0, carry.input_ids[row], drafted)
         attend, slots = self._attend(carry, packed, positions, most)
-        static, num_used = self.static, jnp.sum(is_used, dtype=jnp.int32)
-        widths, has_experts = static.context.tile_widths, static.context.has_experts
-        logits, out = static.model.token_logits(
-            self.params,
-            static.context,
+        model, context = self.static.model, self.static.context
+        tokens = Pass(
             input_ids,
             positions,
             attend,
             passed.caches,
-            tokens_in_tiles(widths, width, num_used, is_used if has_experts else None),
             None if self.rows.adapters is None else self.rows.adapters[row],
+            is_used if context.has_experts else None,
             self._recur(carry, packed, most),
         )
-        assert out.kv is not None
-        tokens = static.sampler_tokens(width, num_used)
-        sampled = self._sample(logits, carry, packed, offset, most, tokens)
+        out = model.forward(self.params, context, tokens)
+        logits = model.logits(self.params, context, out.hidden, tokens.adapters)
+        sampled = self._sample(logits, carry, packed, offset, most)
         # The last width has all places.
         sampled = jax.tree.map(lambda all_, new: all_.at[:width].set(new), passed.sampled, sampled)
-        return _Passed(out.kv, with_routed(passed.routed, out, slots), sampled, jnp.array(True))
+        return _Passed(out.caches, with_routed(passed.routed, out, slots), sampled, jnp.array(True))
 
     def _attend(
         self, carry: _Carry, packed: _Packed, positions: jax.Array, most: int
@@ -297,22 +296,18 @@ class _Run(NamedTuple):
         slots, of_windows = slots_in(rows.page_table), None
         if rows.window_table is not None:
             of_windows = slots_in(rows.window_table)
-        if most == 1 or not static.verifies_blocks:
+        attention = static.attention
+        if most == 1 or not attention.verifies_blocks:
             tables = BlockTables(
                 page_table=rows.page_table[packed.row],
                 positions=positions[:, None],
                 kv_lens=jnp.where(packed.is_used, positions + 1, 0),
             )
             windows = None if rows.window_table is None else rows.window_table[packed.row]
-            pages = Pages.make(tables, slots, windows, of_windows)
-            own = static.decode_attention if most == 1 else None
-            attend = paged_attend(static, pages, None if own is None else of_blocks(own))
-            return attend, slots
+            return paged_attend(attention, Pages.make(tables, slots, windows, of_windows)), slots
         first = rows.positions + carry.out.output.num_tokens
         num_keys = first + 1 + carry.drafts.counts
-        size = most
-        if static.prefill_attention is not None:  # it knows blocks of prefill's size
-            size = -(-most // TOKEN_BLOCK) * TOKEN_BLOCK
+        size = -(-most // TOKEN_BLOCK) * TOKEN_BLOCK  # attention knows blocks of prefill's size
         number = jnp.arange(size, dtype=jnp.int32)[None]
         tables = BlockTables(
             page_table=rows.page_table,
@@ -327,27 +322,18 @@ class _Run(NamedTuple):
 
         window_slots = None if of_windows is None else in_blocks(of_windows)
         pages = Pages.make(tables, in_blocks(slots), rows.window_table, window_slots)
-        by_blocks = paged_attend(static, pages, static.prefill_attention)
+        by_blocks = paged_attend(attention, pages)
         back = packed.row * size + packed.place
 
         def attend_blocks(
-            q: jax.Array, new: NewKV | None, layer: LayerCache | None, options: AttentionOptions
+            tokens: jax.Array | NewTokens, layer: LayerCache, options: AttentionOptions
         ) -> tuple[jax.Array, LayerCache]:
-            q, new = jax.tree.map(lambda x: x[places], (q, new))
-            out, layer = by_blocks(q, new, layer, options)
+            is_new = isinstance(tokens, NewTokens)
+            gathered = tokens.take(places) if is_new else tokens[places]
+            out, layer = by_blocks(gathered, layer, options)
             return out[back], layer
 
-        if not isinstance(by_blocks, ProjectionAttend):
-            return attend_blocks, slots
-        from_blocks = by_blocks.from_projections
-
-        def from_projections(
-            new: Projections, layer: LayerCache | None, options: AttentionOptions
-        ) -> tuple[jax.Array, LayerCache]:
-            out, layer = from_blocks(new.of_tokens(places), layer, options)
-            return out[back], layer
-
-        return ProjectionAttend(attend_blocks, from_projections), slots
+        return attend_blocks, slots
 
     def _recur(self, carry: _Carry, packed: _Packed, most: int) -> Recur | None:
         """Recurrences over each row's tokens; None for models without."""
@@ -367,7 +353,6 @@ class _Run(NamedTuple):
         packed: _Packed,
         offset: jax.Array,
         most: int,
-        tokens: Tokens,
     ) -> Sampled:
         """A token at each position, as if all drafts before it were right."""
         static, table, adjusted = self.static, carry.table, None
@@ -386,7 +371,7 @@ class _Run(NamedTuple):
         if others is not None:
             others = others._replace(token_ids=others.token_ids[packed.row])
         shards, sampler = static.num_vocab_shards, static.sampler
-        return sample(logits, sampling, offset, adjusted, tokens, shards, sampler, others)
+        return sample(logits, sampling, offset, adjusted, shards, sampler, others)
 
     def _accept(self, carry: _Carry, packed: _Packed, sampled: Sampled) -> _Accepted:
         """Keeps a row's tokens up to the first that its draft differs from, or that ends it."""
