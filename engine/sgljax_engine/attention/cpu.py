@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar
 
 import jax
 
@@ -18,10 +17,10 @@ from sgljax_engine.layers.target import Target
 class NativeAttention:
     """The `Attention` of JIT-compiled CPU kernels. A query has the same bits in any batch."""
 
-    name: ClassVar[str] = "native"
-    heads_per_row: ClassVar[int] = 1
-    takes_projections: ClassVar[bool] = False
-    verifies_blocks: ClassVar[bool] = False
+    name: str = "native"
+    heads_per_row: int = 1
+    takes_projections: bool = False
+    verifies_blocks: bool = False
 
     def attend(
         self, q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -47,9 +47,9 @@ class PallasAttention:
         interpret: Run the kernel as plain JAX operations on any device. Slow; for tests.
     """
 
-    name: ClassVar[str] = "pallas"
-    heads_per_row: ClassVar[int] = 1
-    verifies_blocks: ClassVar[bool] = True
+    name: str = "pallas"
+    heads_per_row: int = 1
+    verifies_blocks: bool = True
 
     is_fused: bool = False
     is_invariant: bool = False

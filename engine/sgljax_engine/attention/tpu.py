@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +31,9 @@ class TpuAttention:
         interpret: As of `pl.pallas_call`; for tests.
     """
 
-    name: ClassVar[str] = "tpu"
-    takes_projections: ClassVar[bool] = False
-    verifies_blocks: ClassVar[bool] = True
+    name: str = "tpu"
+    takes_projections: bool = False
+    verifies_blocks: bool = True
 
     heads_per_row: int = 1
     mesh: jax.sharding.AbstractMesh | None = None

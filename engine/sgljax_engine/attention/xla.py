@@ -6,7 +6,7 @@ Shape legend: that of `attention.base`.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -158,10 +158,10 @@ def xla_attention(
 class XlaAttention:
     """The `Attention` of portable JAX."""
 
-    name: ClassVar[str] = "xla"
-    heads_per_row: ClassVar[int] = 1
-    takes_projections: ClassVar[bool] = False
-    verifies_blocks: ClassVar[bool] = True
+    name: str = "xla"
+    heads_per_row: int = 1
+    takes_projections: bool = False
+    verifies_blocks: bool = True
 
     def attend(
         self, q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions

@@ -314,5 +314,5 @@ def _make_speculator(
         drafters,
         CostTable(measures=config.speculation == "auto"),
         sizes=sizes,
-        num_drafts=static.num_drafts,
+        num_drafts=static.drafts.num_drafts,
     )
