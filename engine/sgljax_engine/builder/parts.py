@@ -35,7 +35,6 @@ from sgljax_engine.runner.programs.drafts import search_text
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.sampling.native import NATIVE
 from sgljax_engine.sampling.sampler import XLA
-from sgljax_engine.speculation.costs import CostTable
 from sgljax_engine.weights.adapters import AdapterSlots
 
 
@@ -146,7 +145,6 @@ def build_runner(
     weights: Mapping[str, Any],
     slots: AdapterSlots | None,
     make_zeros: MakeZeros,
-    costs: CostTable | None = None,
 ) -> ModelRunner:
     """Makes an engine's runner.
 
@@ -156,7 +154,6 @@ def build_runner(
         weights: Its arrays, or their shapes.
         slots: Room for adapters; None without.
         make_zeros: Makes the KV cache, or its shapes.
-        costs: Of steps with drafts; None without speculation.
     """
     windows = parts.memory.windows
     return ModelRunner(
@@ -165,7 +162,6 @@ def build_runner(
         weights=weights,
         num_pages=parts.num_pages,
         shapes=parts.shapes,
-        costs=costs,
         num_window_pages=0 if windows is None else windows.num_pages + NUM_NULL,
         num_state_slots=parts.memory.report.state_slots,
         slots=slots,

@@ -177,19 +177,14 @@ def _row_terms(heads: jax.Array, decay: jax.Array, rate: jax.Array, lens: jax.Ar
 
 
 def verify_recur(
-    net: LinearAttentionConfig,
-    places: jax.Array,
-    lens: jax.Array,
-    back: jax.Array,
-    kernels: Kernels | None = None,
+    net: LinearAttentionConfig, lens: jax.Array, width: int, kernels: Kernels | None
 ) -> Recur:
     """A `recur` of a few tokens a row, of which `accept` takes in the first ones later.
 
     Args:
         net: Sizes of the layers.
-        places: [B, W] int32, index among the pass's tokens of each row's.
-        lens: [B] int32, tokens of each row; the rest of `places` is anything.
-        back: [T] int32, for each of the pass's tokens its index in `places`, flat.
+        lens: [B] int32, tokens of each row.
+        width: Tokens of a row in the pass.
         kernels: As for `block_recur`.
     """
 
@@ -197,9 +192,9 @@ def verify_recur(
         inputs: NetInputs, weight: jax.Array, layer: LayerCache
     ) -> tuple[jax.Array, LayerCache]:
         assert isinstance(layer, VerifyState)
-        qkv, decay, rate = (x[places].astype(jnp.float32) for x in inputs)
+        qkv, decay, rate = (x.reshape(-1, width, x.shape[-1]).astype(jnp.float32) for x in inputs)
         window = jnp.concatenate([layer.state.conv, qkv], axis=1)
-        is_token = jnp.arange(places.shape[1], dtype=jnp.int32)[None] < lens[:, None]
+        is_token = jnp.arange(width, dtype=jnp.int32)[None] < lens[:, None]
         terms: tuple[jax.Array, jax.Array]
         if kernels is None:
             heads = delta_net.split_heads(delta_net.convolve(window, weight), *net.head_sizes)
@@ -212,16 +207,9 @@ def verify_recur(
             tokens = _row_terms(flat, decay, rate, lens)
             _, out = kernels.delta_rule(layer.state.matrix, tokens, net.head_sizes)
             terms = flat, rate
-        old = layer.window, layer.decay, layer.terms
-        new = jax.tree.map(_put_first, old, (window, decay, terms))
-        return out.reshape(-1, *out.shape[-2:])[back], VerifyState(layer.state, *new)
+        return out.reshape(-1, *out.shape[-2:]), VerifyState(layer.state, window, decay, terms)
 
     return recur
-
-
-def _put_first(old: jax.Array, new: jax.Array) -> jax.Array:
-    """Replaces the first elements along each axis."""
-    return lax.dynamic_update_slice(old, new, (0,) * old.ndim)
 
 
 def accept(
