@@ -123,9 +123,10 @@ class Request:
     the slot that the engine thread found for it. `seen` is created when a batch first needs it,
     only for rows with penalties. `pages` is an array of C ints, which numpy copies into a page
     table without a loop. `routed` holds the experts of its first tokens, as far as they were read:
-    [tokens, num_layers, k] of `MoEConfig.id_dtype`, never changed in place. `state_slot`
-    holds its recurrent state after `num_computed` tokens while it runs, for models that have one. `draft_sources` says who drafted each output
-    token: 0 for nobody, else 1 plus an index in `config.DRAFTERS`.
+    [tokens, num_layers, k] of `MoEConfig.id_dtype`, never changed in place. `state_slot` holds its
+    recurrent state after `num_computed` tokens while it runs, for models that have one.
+    `draft_sources` says who drafted each output token: 0 for nobody, else 1 plus an index in
+    `config.DRAFTERS`.
     """
 
     rid: str

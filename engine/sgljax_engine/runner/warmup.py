@@ -49,7 +49,7 @@ class Warmup:
 
         Args:
             include_score: Those of `Scorer.score` too.
-            include_table: The decode buckets for rows that change logits too, with all numbers of drafts.
+            include_table: The decode buckets for rows that change logits too.
             progress: Told of every program.
         """
         runner, programs, kv_memory = self._runner, self._runner.programs, self._runner.kv_memory
@@ -145,10 +145,8 @@ def _decode_call(
     if row_tokens > 1:
         assert shapes.text_sizes is not None
         drafts = build_draft_batch([], size, shapes.text_sizes, row_tokens)
-    options, none = RowOptions(table), np.int32(0)
-    return ProgramCall(
-        "decode", (rows, build_sampling_batch([], size), options, drafts, none, none)
-    )
+    sampling, none = build_sampling_batch([], size), np.int32(0)
+    return ProgramCall("decode", (rows, sampling, RowOptions(table), drafts, none, none))
 
 
 def largest(calls: Iterable[ProgramCall]) -> list[ProgramCall]:

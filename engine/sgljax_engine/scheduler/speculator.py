@@ -10,7 +10,7 @@ import numpy as np
 
 from sgljax_engine.config import SpeculationConfig
 from sgljax_engine.speculation.drafters import Drafter, End
-from sgljax_engine.speculation.plan import RowDrafts, StepDrafts
+from sgljax_engine.speculation.plan import TRIAL_STEPS, RowDrafts, StepDrafts
 from sgljax_engine.speculation.speeds import Speeds
 from sgljax_engine.speculation.texts import RequestText
 from sgljax_engine.types import Request, SchedulerOutput, StepOutput
@@ -79,14 +79,19 @@ class Speculator:
         """Tokens of a row, for each step, that get pages."""
         return math.ceil(self._tokens_per_step - 0.05)
 
-    def plan(self, requests: Sequence[Request]) -> StepDrafts | None:
-        """The drafts of requests that decode together; None for none."""
+    def plan(self, requests: Sequence[Request], num_steps: int) -> StepDrafts | None:
+        """The drafts of requests that decode together, for so many steps; None for none."""
         self._planned_s = time.perf_counter()
         if not self.may_draft(requests):
             return None
         size = self._size_of(requests)
-        tokens = self._speeds[size].pick() if self._is_measured else self._row_tokens[size][-1]
-        return None if tokens == 1 else StepDrafts(list(map(self._row, requests)), tokens)
+        speeds, max_steps = self._speeds[size], num_steps
+        tokens = speeds.pick() if self._is_measured else self._row_tokens[size][-1]
+        if tokens == 1:
+            return None
+        if self._is_measured and speeds.is_trial(tokens):
+            max_steps = min(num_steps, TRIAL_STEPS)
+        return StepDrafts([self._row(request) for request in requests], tokens, max_steps)
 
     def _size_of(self, requests: Sequence[Request]) -> int:
         return next(size for size in self._row_tokens if size >= len(requests))

@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+TRIAL_STEPS = 4
+"""Steps of a dispatch that finds out how fast they are."""
+
 TOKENS_PER_STEP = 4
 """Tokens of a row that a dispatch with drafts has room for, times its most steps."""
 
@@ -45,10 +48,12 @@ class StepDrafts(NamedTuple):
     Attributes:
         rows: Of each decode row.
         row_tokens: Tokens of a row in a step.
+        max_steps: Most steps; few where the dispatch is to find out how fast they are.
     """
 
     rows: Sequence[RowDrafts]
     row_tokens: int
+    max_steps: int
 
 
 class RowVerified(NamedTuple):

@@ -14,7 +14,7 @@ _MARGIN = 1.05
 _FIRST_TRIALS = 2
 """Dispatches of each size at the start."""
 
-_TRIAL_EVERY, _MAX_TRIAL_EVERY = 32, 1024
+_TRIAL_EVERY, _MAX_TRIAL_EVERY = 32, 256
 """Dispatches after which a size is tried again; twice as many after each vain trial."""
 
 
