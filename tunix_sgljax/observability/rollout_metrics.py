@@ -142,9 +142,6 @@ METRICS: Mapping[str, Metric] = {
     "accepted_ngram": _if_drafting(
         "right draft tokens from the request's own", "num_accepted_ngram"
     ),
-    "speculation_saved_s": _if_drafting(
-        "seconds that drafts saved, by the measured cost of a step", "speculation_saved_s"
-    ),
     "weight_version": Metric(
         "weight version after the step's sync", lambda t: t.weight_version, np.max
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -24,6 +24,7 @@ class Speculator:
         config: SpeculationConfig,
         drafters: Mapping[str, Drafter],
         row_tokens: Mapping[int, Sequence[int]],
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Starts without requests.
 
@@ -31,6 +32,7 @@ class Speculator:
             config: Names the drafters.
             drafters: Drafters that keep references, by name; all engines of a group share them.
             row_tokens: By batch size, ascending, the tokens of a row in a step to choose from.
+            clock: Seconds that pass.
         """
         self._drafters = drafters
         self._drafts_own = "ngram" in config.speculative_drafters
@@ -39,7 +41,7 @@ class Speculator:
         self._row_tokens = row_tokens
         self._texts: dict[str, RequestText] = {}
         self._tokens_per_step = 1.0
-        self._planned_s = 0.0
+        self._clock, self._planned_s = clock, 0.0
 
     # ------------------------------------------------------------------ requests
 
@@ -81,7 +83,7 @@ class Speculator:
 
     def plan(self, requests: Sequence[Request], num_steps: int) -> StepDrafts | None:
         """The drafts of requests that decode together, for so many steps; None for none."""
-        self._planned_s = time.perf_counter()
+        self._planned_s = self._clock()
         if not self.may_draft(requests):
             return None
         size = self._size_of(requests)
@@ -122,7 +124,7 @@ class Speculator:
         self._tokens_per_step += (most - self._tokens_per_step) / 4
         is_typical = not plan.prefill and not plan.copies and not result.num_cache_misses
         if is_typical and self.may_draft(plan.decode):
-            seconds = time.perf_counter() - self._planned_s  # with the work of the host
+            seconds = self._clock() - self._planned_s  # with the work of the host
             tokens = 1 if plan.drafts is None else plan.drafts.row_tokens
             mean = sum(counts) / len(counts)
             self._speeds[self._size_of(plan.decode)].learn(tokens, seconds / mean)

@@ -23,7 +23,7 @@ def row_tokens(num_rows: int, num_drafts: int, max_tokens: int) -> tuple[int, ..
         max_tokens: Most tokens of a step.
     """
     most = min(1 + num_drafts, max_tokens // num_rows)
-    return tuple(size for size in (1, -(-most // 4), most) if size == 1 or 1 < size <= most)
+    return (1, *sorted({size for size in (-(-most // 4), most) if size > 1}))
 
 
 class RowDrafts(NamedTuple):
