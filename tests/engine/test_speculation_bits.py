@@ -46,9 +46,6 @@ def backend(request):
 
 
 NATIVE = pytest.mark.parametrize("backend", ["native"], indirect=True)
-BOTH = pytest.mark.parametrize(
-    "backend", ["native", pytest.param("portable", marks=pytest.mark.soak)], indirect=True
-)
 
 
 def without_drafts(asked: Sequence[Asked]) -> list[Bits]:
@@ -80,7 +77,7 @@ def run_twice(bits: Sequence[Bits], asked: Sequence[Asked], **options: Any) -> E
 
 
 @pytest.mark.slow
-@BOTH
+@NATIVE
 def test_some_requests(backend):
     """Their settings need no further programs."""
     del backend
