@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import sgljax_cpu
+from sgljax_engine.attention.base import Attention
 from sgljax_engine.attention.registry import attention_problem, engine_attention
 from sgljax_engine.builder.program_memory import program_bytes
 from sgljax_engine.cache.window import NUM_NULL
@@ -181,18 +182,11 @@ def _program_context(
     placement: Placement,
     slots: AdapterSlots | None,
 ) -> ProgramContext:
-    runtime, target = config.runtime, placement.target
-    kernels = pick_kernels(runtime.linear_backend, target).kernels
+    kernels = pick_kernels(config.runtime.linear_backend, placement.target).kernels
     is_native = isinstance(kernels, CpuKernels)
     if is_native:
         kernels = CpuKernels(_partial_outputs(definition, model, placement, slots))
-    if runtime.enable_deterministic_sampling:
-        kernels = _batch_invariant(kernels, config, definition, model, placement)
-    name = runtime.attention_backend
-    attention = engine_attention(name, target, model.head_dims, kernels)
-    if runtime.enable_deterministic_sampling and attention.name == "xla":
-        problem = attention_problem("native", target, model.head_dims)
-        raise _not_deterministic(f"attention in a fixed order cannot be had: {problem}")
+    kernels, attention = with_attention(kernels, config, model, placement)
     drafts = config.speculation
     return ProgramContext(
         model=definition,
@@ -219,10 +213,27 @@ def _program_context(
     )
 
 
+def with_attention(
+    kernels: Kernels, config: EngineConfig, model: ModelConfig, placement: Placement
+) -> tuple[Kernels, Attention]:
+    """The kernels, in deterministic mode those with a fixed order, and attention beside them.
+
+    Raises:
+        InvalidConfigError: names an option that cannot be had here.
+    """
+    runtime, target = config.runtime, placement.target
+    if runtime.enable_deterministic_sampling:
+        kernels = _batch_invariant(kernels, config, model, placement)
+    attention = engine_attention(runtime.attention_backend, target, model.head_dims, kernels)
+    if runtime.enable_deterministic_sampling and attention.name == "xla":
+        problem = attention_problem("native", target, model.head_dims)
+        raise _not_deterministic(f"attention in a fixed order cannot be had: {problem}")
+    return kernels, attention
+
+
 def _batch_invariant(
     kernels: Kernels,
     config: EngineConfig,
-    definition: ModelDefinition,
     model: ModelConfig,
     placement: Placement,
 ) -> Kernels:
@@ -250,9 +261,8 @@ def _batch_invariant(
         "adapters (max_loras)": bool(lora.max_loras),
         f"quantization {placement.quantization!r}": placement.quantization is not None,
     }
-    sizes = [
-        spec.shape for spec in definition.param_specs(model).values() if spec.kind.is_projection
-    ]
+    specs = get_model(model.architecture).param_specs(model)
+    sizes = [spec.shape for spec in specs.values() if spec.kind.is_projection]
     problems["projections of these sizes and this dtype"] = not is_served(sizes, placement.dtype)
     found = [name for name, is_there in problems.items() if is_there]
     if found:
