@@ -32,8 +32,9 @@ from benchmarks.lib.shapes import MODELS, BenchModel
 from benchmarks.lib.turns import take_turns
 from benchmarks.lib.workloads import Workload, make_workload
 from sgljax_engine import Engine, SamplingParams
-from sgljax_engine.attention.base import NewTokens
+from sgljax_engine.attention.base import AttentionOptions, BlockTables, NewTokens
 from sgljax_engine.attention.cpu import NativeAttention
+from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.layers.devices import is_own_cpu
 from sgljax_engine.layers.kernels import CpuKernels, Weight
 from sgljax_engine.models.spec import ModelContext
@@ -109,7 +110,15 @@ def capture(engine: Engine, workload: Workload) -> Dispatch:
 
 
 class _NoAttention(NativeAttention):
-    def write_and_attend(self, new: NewTokens, layer: Any, *_: Any) -> tuple[jax.Array, Any]:
+    def write_and_attend(
+        self,
+        new: NewTokens,
+        layer: LayerKV,
+        tables: BlockTables,
+        slots: jax.Array,
+        options: AttentionOptions,
+    ) -> tuple[jax.Array, LayerKV]:
+        del tables, slots, options
         group = new.q.shape[1] // new.k.shape[1]
         return new.q + jnp.repeat(new.k + new.v, group, axis=1) * 1e-30, layer
 

@@ -130,13 +130,10 @@ def test_random_choices_against_a_loop(shape, way):
 
 def test_a_tokens_bits_do_not_depend_on_the_others():
     """With kernels that are batch-invariant."""
-    way, shape = (
-        "kernels",
-        Shape(num_tokens=64, num_experts=6, num_chosen=2, model_dim=96, width=40),
-    )
+    shape = Shape(num_tokens=64, num_experts=6, num_chosen=2, model_dim=96, width=40)
     rng = np.random.default_rng(2)
-    run = mix_of(way)
-    stored = placed(weights_of(shape), way)
+    run = mix_of("kernels")
+    stored = placed(weights_of(shape), "kernels")
     x, routing, _ = draw(shape, rng, kind=0)
     alone = np.asarray(run(x, routing, stored, np.ones(64, bool)))
     for crowded in (True, False):

@@ -30,6 +30,7 @@ BACKENDS: dict[str, Attention] = {
     "pallas": PallasAttention(interpret=True),
     "tpu": TpuAttention(interpret=True),
 }
+PAIRS = [*itertools.product(BACKENDS, CASES)]
 FAST = [("native", "decode"), ("native", "prefill"), ("xla", "prefill")]
 SLOW = [("xla", "decode"), ("pallas", "prefill"), ("tpu", "decode")]
 
@@ -54,9 +55,7 @@ def case_without(name: str, head_dim: int) -> tuple[RaggedCase, AttentionOptions
     return case._replace(layer=layer, tables=tables), options
 
 
-@pytest.mark.parametrize(
-    "pair", tiered(itertools.product(BACKENDS, CASES), FAST, SLOW), ids="-".join
-)
+@pytest.mark.parametrize("pair", tiered(PAIRS, FAST, SLOW), ids="-".join)
 def test_reading(pair):
     backend, name = pair
     if backend == "native" and sgljax_cpu.unavailable() is not None:

@@ -103,7 +103,7 @@ def test_heads(heads, has_norms, dtype):
     positions = jnp.asarray(rng.integers(0, 1000, 5), jnp.int32)
     sin, cos = rope_tables(positions, rope_timescales(head_dim, 1e4))
     weights = [jnp.float32(1 + 0.1 * rng.normal(size=head_dim)) for _ in "qk"]
-    norms = HeadNorms(*weights, 1e-6, 0.0) if has_norms else None
+    norms = HeadNorms(weights[0], weights[1], 1e-6, 0.0) if has_norms else None
 
     def prepared(x: jax.Array, weight: jax.Array) -> np.ndarray:
         x64, s, c = exact(x), exact(sin), exact(cos)

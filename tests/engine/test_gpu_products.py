@@ -179,8 +179,8 @@ def test_attention_of_projections(shape, options, has_norms, dtype, attention):
 
     @jax.jit
     def attend(new, layer, tables):
-        new = NewTokens(*new, prologue)
-        return attention.write_and_attend(new, layer, tables, slots, OPTIONS[options])
+        tokens = NewTokens(new[0], new[1], new[2], prologue)
+        return attention.write_and_attend(tokens, layer, tables, slots, OPTIONS[options])
 
     out, found = attend(new, layer, tables)
     case.check(np.asarray(out, np.float32)[:, None], OPTIONS[options], atol=2 * TOLERANCES[dtype])

@@ -231,9 +231,8 @@ class TestOnHardware:
 
     def test_long_contexts(self):
         case = case_of(SHAPES["decode-mha"], jnp.bfloat16, lengths=[1, 700, 5000])
-        case.check(
-            case.run(PallasAttention().attend, OPTIONS["default"]), OPTIONS["default"], atol=1e-2
-        )
+        options = OPTIONS["default"]
+        case.check(case.run(PallasAttention().attend, options), options, atol=1e-2)
 
     def test_engine_agrees_with_the_cpu(self):
         """Greedy tokens in float32; TINY's weights are spread, so that no two logits are close."""

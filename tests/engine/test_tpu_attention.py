@@ -130,8 +130,9 @@ class Writing:
         num_kv_heads, head_dim = new.shape[3:]
         layout = PageLayout(num_kv_heads, head_dim, heads_per_row(head_dim))
         pages = LayerKV(*(jnp.asarray(layout.pack(np.asarray(part))) for part in self.layer))
-        flat = NewTokens(*(x.reshape(-1, *x.shape[2:]) for x in (queries, new[:, 0], new[:, 1])))
-        out, layer = call(flat, pages, tables, None, options)
+        parts = queries, new[:, 0], new[:, 1]
+        q, k, v = (jnp.asarray(x.reshape(-1, *x.shape[2:])) for x in parts)
+        out, layer = call(NewTokens(q, k, v), pages, tables, None, options)
         out = out.reshape(queries.shape)
         layer = [layout.unpack(np.asarray(part)) for part in layer]
         self.check_outputs(out, queries, options)
