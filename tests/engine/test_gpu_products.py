@@ -209,7 +209,7 @@ def test_a_step_that_verifies_no_draft_is_fused(monkeypatch):
     size = runner.sizes_with_drafts[0]
     call = verify_call(runner, size, 0, width=0)
     runner.programs.lower(call, runner.kv_memory.state(runner.weights))
-    assert rows == [size]  # layers are traced together, and other widths have blocks
+    assert set(rows) == {size}  # other widths have blocks
 
 
 @pytest.mark.soak
