@@ -253,6 +253,8 @@ def _batch_invariant(
     from sgljax_engine.layers.invariant import InvariantKernels, is_served
 
     attention, lora = model.attention, config.lora
+    specs = get_model(model.architecture).param_specs(model).values()
+    sizes = [spec.shape for spec in specs if spec.kind.is_projection]
     problems = {
         "experts": model.moe is not None,
         "recurrent states": model.linear_attention is not None,
@@ -260,10 +262,8 @@ def _batch_invariant(
         or attention.full_kv is not None,
         "adapters (max_loras)": bool(lora.max_loras),
         f"quantization {placement.quantization!r}": placement.quantization is not None,
+        "projections of these sizes and this dtype": not is_served(sizes, placement.dtype),
     }
-    specs = get_model(model.architecture).param_specs(model)
-    sizes = [spec.shape for spec in specs.values() if spec.kind.is_projection]
-    problems["projections of these sizes and this dtype"] = not is_served(sizes, placement.dtype)
     found = [name for name, is_there in problems.items() if is_there]
     if found:
         raise _not_deterministic(f"the kernels with a fixed order do not take {found[0]}")
