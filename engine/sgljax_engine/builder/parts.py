@@ -232,10 +232,7 @@ def with_attention(
 
 
 def _batch_invariant(
-    kernels: Kernels,
-    config: EngineConfig,
-    model: ModelConfig,
-    placement: Placement,
+    kernels: Kernels, config: EngineConfig, model: ModelConfig, placement: Placement
 ) -> Kernels:
     """Kernels with which a token has the same bits whatever it is computed with.
 
@@ -258,15 +255,16 @@ def _batch_invariant(
     problems = {
         "experts": model.moe is not None,
         "recurrent states": model.linear_attention is not None,
-        "keys that several layers share, or that are values too": bool(attention.kv_layers)
-        or attention.full_kv is not None,
+        "keys that several layers share, or that are values too": bool(
+            attention.kv_layers or attention.full_kv
+        ),
         "adapters (max_loras)": bool(lora.max_loras),
         f"quantization {placement.quantization!r}": placement.quantization is not None,
         "projections of these sizes and this dtype": not is_served(sizes, placement.dtype),
     }
-    found = [name for name, is_there in problems.items() if is_there]
-    if found:
-        raise _not_deterministic(f"the kernels with a fixed order do not take {found[0]}")
+    for name, is_there in problems.items():
+        if is_there:
+            raise _not_deterministic(f"the kernels with a fixed order do not take {name}")
     return InvariantKernels.make()
 
 
