@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import sgljax_cpu
+from sgljax_engine.attention.base import Attention
 from sgljax_engine.attention.registry import attention_problem, engine_attention
 from sgljax_engine.builder.program_memory import program_bytes
 from sgljax_engine.cache.window import NUM_NULL
@@ -177,18 +178,11 @@ def _program_context(
     placement: Placement,
     slots: AdapterSlots | None,
 ) -> ProgramContext:
-    runtime, target = config.runtime, placement.target
-    kernels = pick_kernels(runtime.linear_backend, target).kernels
+    kernels = pick_kernels(config.runtime.linear_backend, placement.target).kernels
     is_native = isinstance(kernels, CpuKernels)
     if is_native:
         kernels = CpuKernels(_partial_outputs(definition, model, placement, slots))
-    if runtime.enable_deterministic_sampling:
-        kernels = _batch_invariant(kernels, config, definition, model, placement)
-    name = runtime.attention_backend
-    attention = engine_attention(name, target, model.head_dims, kernels)
-    if runtime.enable_deterministic_sampling and attention.name == "xla":
-        problem = attention_problem("native", target, model.head_dims)
-        raise _not_deterministic(f"attention in a fixed order cannot be had: {problem}")
+    kernels, attention = with_attention(kernels, config, model, placement)
     drafts = config.speculation
     return ProgramContext(
         model=definition,
@@ -215,12 +209,26 @@ def _program_context(
     )
 
 
+def with_attention(
+    kernels: Kernels, config: EngineConfig, model: ModelConfig, placement: Placement
+) -> tuple[Kernels, Attention]:
+    """The kernels, in deterministic mode those with a fixed order, and attention beside them.
+
+    Raises:
+        InvalidConfigError: names an option that cannot be had here.
+    """
+    runtime, target = config.runtime, placement.target
+    if runtime.enable_deterministic_sampling:
+        kernels = _batch_invariant(kernels, config, model, placement)
+    attention = engine_attention(runtime.attention_backend, target, model.head_dims, kernels)
+    if runtime.enable_deterministic_sampling and attention.name == "xla":
+        problem = attention_problem("native", target, model.head_dims)
+        raise _not_deterministic(f"attention in a fixed order cannot be had: {problem}")
+    return kernels, attention
+
+
 def _batch_invariant(
-    kernels: Kernels,
-    config: EngineConfig,
-    definition: ModelDefinition,
-    model: ModelConfig,
-    placement: Placement,
+    kernels: Kernels, config: EngineConfig, model: ModelConfig, placement: Placement
 ) -> Kernels:
     """Kernels with which a token has the same bits whatever it is computed with.
 
@@ -238,21 +246,21 @@ def _batch_invariant(
     from sgljax_engine.layers.invariant import InvariantKernels, is_served
 
     attention, lora = model.attention, config.lora
+    specs = get_model(model.architecture).param_specs(model).values()
+    sizes = [spec.shape for spec in specs if spec.kind.is_projection]
     problems = {
         "experts": model.moe is not None,
         "recurrent states": model.linear_attention is not None,
-        "keys that several layers share, or that are values too": bool(attention.kv_layers)
-        or attention.full_kv is not None,
+        "keys that several layers share, or that are values too": bool(
+            attention.kv_layers or attention.full_kv
+        ),
         "adapters (max_loras)": bool(lora.max_loras),
         f"quantization {placement.quantization!r}": placement.quantization is not None,
+        "projections of these sizes and this dtype": not is_served(sizes, placement.dtype),
     }
-    sizes = [
-        spec.shape for spec in definition.param_specs(model).values() if spec.kind.is_projection
-    ]
-    problems["projections of these sizes and this dtype"] = not is_served(sizes, placement.dtype)
-    found = [name for name, is_there in problems.items() if is_there]
-    if found:
-        raise _not_deterministic(f"the kernels with a fixed order do not take {found[0]}")
+    for name, is_there in problems.items():
+        if is_there:
+            raise _not_deterministic(f"the kernels with a fixed order do not take {name}")
     return InvariantKernels.make()
 
 
