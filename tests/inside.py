@@ -19,8 +19,8 @@ from sgljax_engine.core.callers import Callers
 from sgljax_engine.core.engine_core import EngineCore
 from sgljax_engine.core.group import EngineGroup
 from sgljax_engine.core.loop import EngineLoop
-from sgljax_engine.processing.seeds import SeedSource
 from sgljax_engine.runner.runner import ModelRunner
+from sgljax_engine.sampling_params import SeedSource
 from sgljax_engine.types import Request
 
 

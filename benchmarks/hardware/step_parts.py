@@ -34,7 +34,7 @@ from benchmarks.lib.turns import take_turns
 from benchmarks.lib.workloads import Workload, make_workload
 from sgljax_engine import Engine, SamplingParams
 from sgljax_engine.layers.basic import Layout
-from sgljax_engine.layers.devices import is_own_cpu
+from sgljax_engine.layers.devices import compiler_options, is_own_cpu
 from sgljax_engine.layers.kernels import CpuKernels, Weight
 from sgljax_engine.models.spec import ModelContext
 from sgljax_engine.runner.compile.compiled import ProgramCall, ProgramState
@@ -42,7 +42,6 @@ from sgljax_engine.runner.programs import attend, forward
 from sgljax_engine.runner.programs.context import ProgramContext
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.sampling.sampler import Sampled
-from sgljax_engine.xla_options import compiler_options
 
 
 class Dispatch(NamedTuple):

@@ -66,10 +66,9 @@ from sgljax_engine.processing.futures import Answer
 from sgljax_engine.processing.generation_defaults import read_generation_defaults
 from sgljax_engine.processing.home import HomeFuture
 from sgljax_engine.processing.input_processor import LogprobArgs, RequestFactory
-from sgljax_engine.processing.seeds import SeedSource
 from sgljax_engine.processing.tokenizer import DecodeOptions, Tokenizer
 from sgljax_engine.processing.tokenizer_folder import load_tokenizer
-from sgljax_engine.sampling_params import SamplingParams
+from sgljax_engine.sampling_params import SamplingParams, SeedSource
 from sgljax_engine.types import Request
 from sgljax_engine.weights.rules import WeightRule, WeightSource, check_rules
 from sgljax_engine.weights.staged import StagedWeights

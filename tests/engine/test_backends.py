@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from sgljax_engine.attention.batch_invariant import ordered_backend
 
 import sgljax_cpu
 from sgljax_engine import InvalidConfigError, logical_rules
-from sgljax_engine.attention.batch_invariant import ordered_backend
 from sgljax_engine.attention.cpu import native_attention, native_write_kv
 from sgljax_engine.attention.registry import BACKENDS, PORTABLE, pick_attention
 from sgljax_engine.config import ATTENTION_BACKENDS, LINEAR_BACKENDS, RuntimeConfig

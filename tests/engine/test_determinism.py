@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sgljax_engine.runner.compile.widths import CANDIDATES
 
 from sgljax_engine.attention import registry
 from sgljax_engine.attention.xla import xla_tiles_attention
 from sgljax_engine.builder import parts
 from sgljax_engine.layers import kernels
 from sgljax_engine.runner.compile import compiled
-from sgljax_engine.runner.compile.widths import CANDIDATES
 from tests import inside
 from tests.engine.determinism_cases import (
     ALONE,

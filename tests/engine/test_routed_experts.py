@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sgljax_engine.layers.tiles import Together
 
 from sgljax_engine import (
     Engine,
@@ -23,7 +24,6 @@ from sgljax_engine import (
     preview_engine,
 )
 from sgljax_engine.config import RuntimeConfig
-from sgljax_engine.layers.tiles import Together
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ModelContext
 from sgljax_engine.placement.submeshes import place

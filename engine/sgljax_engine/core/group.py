@@ -21,6 +21,7 @@ from sgljax_engine.core.command import (
     PerEngineCommand,
     Recipients,
     Task,
+    done_queue,
 )
 from sgljax_engine.core.commands.requests import TakeOver
 from sgljax_engine.core.engine_core import EngineCore
@@ -33,7 +34,6 @@ from sgljax_engine.errors import EngineShutdownError, EngineStateError
 from sgljax_engine.observability.combined import combine_progress, combine_recordings
 from sgljax_engine.observability.progress import EngineProgress
 from sgljax_engine.observability.trace import MAX_EVENTS, Recording
-from sgljax_engine.processing.futures import done_queue
 from sgljax_engine.processing.home import HomeProcess, ended, stop_at_end
 from sgljax_engine.types import Request
 from sgljax_engine.weights.adapters import AdapterSlots

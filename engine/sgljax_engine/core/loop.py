@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 
 from sgljax_engine.core.command import SHUT_DOWN, Command, Task
-from sgljax_engine.core.commands.pause import settle
 from sgljax_engine.core.commands.requests import EndAnswered
 from sgljax_engine.core.engine_core import EngineCore
 from sgljax_engine.errors import EngineShutdownError
@@ -220,7 +219,7 @@ class EngineLoop:
         """
         core = self._core
         while True:
-            settle(core)
+            core.settle()
             self._note_halt()
             can_step = core.can_step
             if not can_step:
