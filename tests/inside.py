@@ -46,7 +46,7 @@ def thread(engine: Engine) -> threading.Thread:
 
 def weights_thread(engine: Engine) -> threading.Thread:
     """The thread that prepares weights."""
-    return engine._group._weights.thread
+    return engine._group.weights.thread
 
 
 def tasks(engine: Engine) -> queue.SimpleQueue[Any]:

@@ -39,6 +39,7 @@ LAYERS = (
     ("core",),
     ("builder",),
     ("preview",),
+    ("aio",),
     ("engine",),
     ("",),
     ("server",),
