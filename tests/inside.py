@@ -19,8 +19,8 @@ from sgljax_engine.core.callers import Callers
 from sgljax_engine.core.engine_core import EngineCore
 from sgljax_engine.core.group import EngineGroup
 from sgljax_engine.core.loop import EngineLoop
-from sgljax_engine.processing.seeds import SeedSource
 from sgljax_engine.runner.runner import ModelRunner
+from sgljax_engine.sampling_params import SeedSource
 from sgljax_engine.types import Request
 
 
@@ -46,7 +46,7 @@ def thread(engine: Engine) -> threading.Thread:
 
 def weights_thread(engine: Engine) -> threading.Thread:
     """The thread that prepares weights."""
-    return engine._group._weights.thread
+    return engine._group.weights.thread
 
 
 def tasks(engine: Engine) -> queue.SimpleQueue[Any]:

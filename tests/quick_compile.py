@@ -11,7 +11,7 @@ import jax
 import pytest
 from jax._src import compiler
 
-from sgljax_engine import xla_options
+from sgljax_engine.layers import devices
 
 _RANDOM = ("_normal", "_randint", "_truncated_normal", "_uniform", "_threefry_fold_in", "split")
 _OPERATIONS = (
@@ -120,5 +120,5 @@ def _leave_out_mlir(options: Any, overrides: list[tuple[str, str | bool]]) -> No
 def _overrides() -> list[tuple[str, str | bool]]:
     """What leaves MLIR out. To find it a program is compiled, which is not one of `OTHERS`."""
     is_cpu = jax.default_backend() == "cpu"
-    options = xla_options.known_option(is_cpu, "xla_cpu_use_fusion_emitters", False)
+    options = devices.known_option(is_cpu, "xla_cpu_use_fusion_emitters", False)
     return list((options or {}).items())

@@ -26,7 +26,7 @@ SHEDS = ("benchmarks", "examples", "tests", "tools")
 
 # The engine's parts, from the bottom up: each imports only itself and rows above its own.
 LAYERS = (
-    ("errors", "kernels", "xla_options"),
+    ("errors", "kernels"),
     ("checks", "foreign_options"),
     ("io_struct", "layers", "sampling_params"),
     ("config", "model_config", "observability", "sampling", "speculation", "weights"),
@@ -39,6 +39,7 @@ LAYERS = (
     ("core",),
     ("builder",),
     ("preview",),
+    ("aio",),
     ("engine",),
     ("",),
     ("server",),
@@ -67,7 +68,6 @@ HOST_ONLY = (
     "scheduler",
     "speculation",
     "weights.hf_json",
-    "core.adapters",
     "core.workers",
     "core.request_groups",
     "core.router",

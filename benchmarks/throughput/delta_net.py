@@ -23,10 +23,10 @@ from sgljax_engine import LinearAttentionConfig
 from sgljax_engine.attention.base import BlockTables
 from sgljax_engine.cache.layer_states import LayerState, state_shapes
 from sgljax_engine.layers.delta_net import NetInputs
+from sgljax_engine.layers.devices import compiler_options
 from sgljax_engine.layers.kernels import CpuKernels, Kernels, XlaKernels
 from sgljax_engine.models.spec import Recur
 from sgljax_engine.runner.programs.recur import block_recur, row_recur
-from sgljax_engine.xla_options import compiler_options
 
 FORMS: dict[str, Kernels | None] = {
     "XLA": None,

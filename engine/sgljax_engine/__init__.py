@@ -62,8 +62,7 @@ from sgljax_engine.observability.progress import EngineProgress, ProgressListene
 from sgljax_engine.observability.trace import RecordedEvent, RecordedSample, Recording
 from sgljax_engine.outputs import RequestOutput
 from sgljax_engine.processing.home import HomeProcess
-from sgljax_engine.processing.seeds import derive_seed
-from sgljax_engine.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
+from sgljax_engine.sampling_params import MAX_TOP_LOGPROBS, SamplingParams, derive_seed
 from sgljax_engine.types import FinishReason
 
 if TYPE_CHECKING:

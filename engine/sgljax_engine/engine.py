@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import jax
 import numpy as np
 
+from sgljax_engine.aio import Asks, asks, twin
 from sgljax_engine.builder import group, sources
 from sgljax_engine.builder.adapters import adapter_source, check_adapters, first_sources
 from sgljax_engine.builder.endable_progress import EndableProgress
@@ -31,14 +32,7 @@ from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.callers import Callers
 from sgljax_engine.core.checkpoint_writer import SaveJob, load_checkpoint
 from sgljax_engine.core.command import SHUT_DOWN
-from sgljax_engine.core.weights_worker import (
-    AdapterJob,
-    CompareJob,
-    DiscardJob,
-    PublishJob,
-    StageJob,
-    UpdateJob,
-)
+from sgljax_engine.core.weights_worker import job
 from sgljax_engine.errors import EngineShutdownError, InvalidConfigError, InvalidRequestError
 from sgljax_engine.io_struct import (
     AbortReq,
@@ -66,10 +60,9 @@ from sgljax_engine.processing.futures import Answer
 from sgljax_engine.processing.generation_defaults import read_generation_defaults
 from sgljax_engine.processing.home import HomeFuture
 from sgljax_engine.processing.input_processor import LogprobArgs, RequestFactory
-from sgljax_engine.processing.seeds import SeedSource
 from sgljax_engine.processing.tokenizer import DecodeOptions, Tokenizer
 from sgljax_engine.processing.tokenizer_folder import load_tokenizer
-from sgljax_engine.sampling_params import SamplingParams
+from sgljax_engine.sampling_params import SamplingParams, SeedSource
 from sgljax_engine.types import Request
 from sgljax_engine.weights.rules import WeightRule, WeightSource, check_rules
 from sgljax_engine.weights.staged import StagedWeights
@@ -243,13 +236,10 @@ class Engine:
         """
         self._requests.seeds.skip_to(num_drawn)
 
-    def get_internal_state(self) -> EngineState:
+    @asks
+    def get_internal_state(self) -> Asks[EngineState]:
         """Queue sizes, free KV tokens and counters, read between two dispatches."""
-        return self._calls.ask(cmd.GetState)
-
-    async def async_get_internal_state(self) -> EngineState:
-        """`get_internal_state` for asyncio."""
-        return await self._calls.async_ask(cmd.GetState)
+        return cmd.GetState
 
     @property
     def is_running(self) -> bool:
@@ -650,7 +640,8 @@ class Engine:
             functools.partial(cmd.Warmup, include_score, include_table, self._progress)
         )
 
-    def pause_generation(self, mode: PauseMode = "retract") -> None:
+    @asks
+    def pause_generation(self, mode: PauseMode = "retract") -> Asks[None]:
         """Pauses generation. Returns once this engine runs nothing on the device.
 
         New requests wait for `continue_generation`, so the pausing thread must not wait for an
@@ -665,25 +656,17 @@ class Engine:
             EngineStateError: when `continue_generation`, or a pause that keeps requests from
                 finishing, interrupted a "wait".
         """
-        request = PauseGenerationReqInput(mode=mode)
-        self._calls.ask(functools.partial(cmd.Pause, request))
+        return functools.partial(cmd.Pause, PauseGenerationReqInput(mode=mode))
 
-    async def async_pause_generation(self, mode: PauseMode = "retract") -> None:
-        """`pause_generation` for asyncio; cancelling the task does not undo the pause."""
-        request = PauseGenerationReqInput(mode=mode)
-        await self._calls.async_ask(functools.partial(cmd.Pause, request))
-
-    def continue_generation(self) -> None:
+    @asks
+    def continue_generation(self) -> Asks[None]:
         """Continues generation; does nothing if generation is not paused."""
-        self._calls.ask(functools.partial(cmd.Continue, ContinueGenerationReqInput()))
+        return functools.partial(cmd.Continue, ContinueGenerationReqInput())
 
-    async def async_continue_generation(self) -> None:
-        """`continue_generation` for asyncio."""
-        await self._calls.async_ask(functools.partial(cmd.Continue, ContinueGenerationReqInput()))
-
+    @asks
     def abort_request(
         self, rid: str | None = None, abort_all: bool = False, *, message: str | None = None
-    ) -> int:
+    ) -> Asks[int]:
         """Ends requests with finish reason `abort`; their callers get the output so far.
 
         Args:
@@ -699,16 +682,10 @@ class Engine:
             InvalidRequestError: unless exactly one of `rid` and `abort_all` is given.
         """
         request = AbortReq(rid=rid, abort_all=abort_all, aborted_message=message)
-        return self._calls.ask(functools.partial(cmd.Abort, request))
+        return functools.partial(cmd.Abort, request)
 
-    async def async_abort_request(
-        self, rid: str | None = None, abort_all: bool = False, *, message: str | None = None
-    ) -> int:
-        """`abort_request` for asyncio."""
-        request = AbortReq(rid=rid, abort_all=abort_all, aborted_message=message)
-        return await self._calls.async_ask(functools.partial(cmd.Abort, request))
-
-    def flush_cache(self) -> FlushCacheReqOutput:
+    @asks
+    def flush_cache(self) -> Asks[FlushCacheReqOutput]:
         """Empties the prefix cache and resets `new_token_ratio` and `forward_ct_decode`.
 
         The engine refuses while requests that run, or are paused in place, hold KV pages; the
@@ -717,11 +694,7 @@ class Engine:
         Returns:
             Whether the cache was flushed, and how many KV tokens it held.
         """
-        return self._calls.ask(functools.partial(cmd.FlushCache, FlushCacheReqInput()))
-
-    async def async_flush_cache(self) -> FlushCacheReqOutput:
-        """`flush_cache` for asyncio."""
-        return await self._calls.async_ask(functools.partial(cmd.FlushCache, FlushCacheReqInput()))
+        return functools.partial(cmd.FlushCache, FlushCacheReqInput())
 
     def release_kv_cache(self) -> int:
         """Frees the memory of the KV cache; the next dispatch allocates it again.
@@ -736,6 +709,7 @@ class Engine:
 
     # ------------------------------------------------------------------ sleep
 
+    @asks
     def sleep(
         self,
         level: int = 1,
@@ -743,7 +717,7 @@ class Engine:
         *,
         tags: Sequence[SleepTag] | None = None,
         refuse_requests: bool = False,
-    ) -> int:
+    ) -> Asks[int]:
         """Frees the device memory of weights and KV cache until `wake_up`.
 
         No request is lost: started requests keep their tokens and continue after `wake_up`, and new
@@ -769,21 +743,17 @@ class Engine:
                 awake, or a flag that is not a bool.
             OffloadError: when copying to the host failed; nothing has changed.
         """
-        return self._calls.ask(_sleep_command(level, preserve_state, tags, refuse_requests))
+        check_level(level)
+        checked = check_tags(tags)
+        if level == 2 and "weights" not in checked:
+            raise InvalidRequestError(
+                f"level must be 1 with tags={tags!r}, got 2: it drops weights"
+            )
+        _check_flags(preserve_state=preserve_state, refuse_requests=refuse_requests)
+        return functools.partial(cmd.Sleep, level, preserve_state, checked, refuse_requests)
 
-    async def async_sleep(
-        self,
-        level: int = 1,
-        preserve_state: bool = False,
-        *,
-        tags: Sequence[SleepTag] | None = None,
-        refuse_requests: bool = False,
-    ) -> int:
-        """`sleep` for asyncio; cancelling the task does not undo it."""
-        command = _sleep_command(level, preserve_state, tags, refuse_requests)
-        return await self._calls.async_ask(command)
-
-    def wake_up(self, tags: Sequence[SleepTag] | None = None) -> int:
+    @asks
+    def wake_up(self, tags: Sequence[SleepTag] | None = None) -> Asks[int]:
         """Allocates the memory that `sleep` freed, and restores what was kept.
 
         Requests continue once nothing sleeps. Logs a warning if nothing named by the tags sleeps.
@@ -799,11 +769,7 @@ class Engine:
             OffloadError: when waking failed, for example for lack of memory. The engine stays
                 asleep and keeps its state, so the call can be repeated.
         """
-        return self._calls.ask(functools.partial(cmd.WakeUp, check_tags(tags)))
-
-    async def async_wake_up(self, tags: Sequence[SleepTag] | None = None) -> int:
-        """`wake_up` for asyncio; cancelling the task does not undo it."""
-        return await self._calls.async_ask(functools.partial(cmd.WakeUp, check_tags(tags)))
+        return functools.partial(cmd.WakeUp, check_tags(tags))
 
     def is_sleeping(self) -> bool:
         """Whether weights or KV cache sleep. Does not wait for the engine."""
@@ -815,6 +781,7 @@ class Engine:
 
     # ------------------------------------------------------------------ weights
 
+    @asks
     def update_weights(
         self,
         source: Any,
@@ -825,7 +792,7 @@ class Engine:
         donate: bool = False,
         verify: bool = False,
         check_finite: bool | None = None,
-    ) -> int:
+    ) -> Asks[int]:
         """Replaces all weights between two dispatches, while other callers generate.
 
         If the weights live on one device, the engine keeps decoding while the new weights are made.
@@ -867,27 +834,17 @@ class Engine:
             EngineStateError: for mode "wait" in a pause that keeps requests from finishing, and
                 where `flush_cache` forbids it.
         """
-        job = self._update_job(source, rules, mode, flush_cache, donate, verify, check_finite)
-        return self._calls.ask(job)
+        check_mode(mode)
+        checks_finite = self._checks_finite if check_finite is None else check_finite
+        _check_flags(donate=donate, verify=verify, check_finite=checks_finite)
+        flush = _flushes(mode, flush_cache)
+        load = self._weight_source(source, rules)
+        update = self._group.weights.update
+        return job(
+            update, load, mode, flush, donate=donate, verify=verify, check_finite=checks_finite
+        )
 
-    async def async_update_weights(
-        self,
-        source: Any,
-        rules: Sequence[WeightRule] | None = None,
-        *,
-        mode: PauseMode = "retract",
-        flush_cache: bool | None = None,
-        donate: bool = False,
-        verify: bool = False,
-        check_finite: bool | None = None,
-    ) -> int:
-        """`update_weights` for asyncio; cancelling the task does not undo the update.
-
-        The update keeps reading `source` after that: do not change it until the update is done.
-        """
-        job = self._update_job(source, rules, mode, flush_cache, donate, verify, check_finite)
-        return await self._calls.async_ask(job)
-
+    @asks
     def stage_weights(
         self,
         source: Any,
@@ -895,7 +852,7 @@ class Engine:
         *,
         verify: bool = False,
         check_finite: bool | None = None,
-    ) -> StagedWeights:
+    ) -> Asks[StagedWeights]:
         """Makes new weights beside the serving weights, which keep serving unchanged.
 
         This is the first half of an update: `publish_weights` is the second, and `discard_weights`
@@ -913,27 +870,19 @@ class Engine:
                 not finite.
             WeightLoadError: for a folder that is missing, broken or of another model.
         """
-        return self._calls.ask(self._stage_job(source, rules, verify, check_finite))
+        checks_finite = self._checks_finite if check_finite is None else check_finite
+        _check_flags(verify=verify, check_finite=checks_finite)
+        load = self._weight_source(source, rules)
+        return job(self._group.weights.stage, load, verify=verify, check_finite=checks_finite)
 
-    async def async_stage_weights(
-        self,
-        source: Any,
-        rules: Sequence[WeightRule] | None = None,
-        *,
-        verify: bool = False,
-        check_finite: bool | None = None,
-    ) -> StagedWeights:
-        """`stage_weights` for asyncio; cancelling the task frees what it staged."""
-        job = self._stage_job(source, rules, verify, check_finite)
-        return await self._calls.async_ask(job)
-
+    @asks
     def publish_weights(
         self,
         staged: StagedWeights,
         *,
         mode: PauseMode = "retract",
         flush_cache: bool | None = None,
-    ) -> int:
+    ) -> Asks[int]:
         """Serves staged weights from the next dispatch on, atomically.
 
         Staged weights are complete, so it does not matter which weights served when they were made:
@@ -953,17 +902,9 @@ class Engine:
             EngineStateError: for discarded weights; also as in `update_weights`, and then the
                 weights stay staged.
         """
-        return self._calls.ask(_publish_job(staged, mode, flush_cache))
-
-    async def async_publish_weights(
-        self,
-        staged: StagedWeights,
-        *,
-        mode: PauseMode = "retract",
-        flush_cache: bool | None = None,
-    ) -> int:
-        """`publish_weights` for asyncio; cancelling the task does not undo it."""
-        return await self._calls.async_ask(_publish_job(staged, mode, flush_cache))
+        _check_staged(staged)
+        check_mode(mode)
+        return job(self._group.weights.publish, staged, mode, _flushes(mode, flush_cache))
 
     def discard_weights(self, staged: StagedWeights) -> bool:
         """Frees staged weights; does not touch the serving weights.
@@ -975,20 +916,21 @@ class Engine:
         Raises:
             InvalidRequestError: for weights that another engine staged.
         """
-        job = _discard_job(staged)
+        _check_staged(staged)
         try:
-            return self._calls.ask(job)
+            return self._calls.ask(job(self._group.weights.discard, staged))
         except EngineShutdownError:
             return False
 
     async def async_discard_weights(self, staged: StagedWeights) -> bool:
         """`discard_weights` for asyncio; cancelling the task does not undo it."""
-        job = _discard_job(staged)
+        _check_staged(staged)
         try:
-            return await self._calls.async_ask(job)
+            return await self._calls.async_ask(job(self._group.weights.discard, staged))
         except EngineShutdownError:
             return False
 
+    @asks
     def load_adapter(
         self,
         name: str,
@@ -997,7 +939,7 @@ class Engine:
         *,
         mode: PauseMode = "retract",
         flush_cache: bool | None = None,
-    ) -> int:
+    ) -> Asks[int]:
         """Loads a LoRA adapter beside the weights, or replaces the adapter of the same name.
 
         Requests select it with `lora=`. Requests of other adapters and of the base model continue
@@ -1025,20 +967,13 @@ class Engine:
             EngineStateError: when there is no free slot, or the engine has no weights.
             InvalidRequestError: for an invalid name, and for a pytree without rules.
         """
-        return self._calls.ask(self._adapter_job(name, source, rules, mode, flush_cache))
-
-    async def async_load_adapter(
-        self,
-        name: str,
-        source: Any,
-        rules: Sequence[WeightRule] | None = None,
-        *,
-        mode: PauseMode = "retract",
-        flush_cache: bool | None = None,
-    ) -> int:
-        """`load_adapter` for asyncio; cancelling the task does not undo it."""
-        job = self._adapter_job(name, source, rules, mode, flush_cache)
-        return await self._calls.async_ask(job)
+        if not isinstance(name, str) or not name:
+            raise InvalidRequestError(f"name must be a string of an adapter, got {name!r}")
+        check_mode(mode)
+        flush = _flushes(mode, flush_cache)
+        load = functools.partial(adapter_source, self._model, source, rules)
+        load_adapter = self._group.weights.load_adapter
+        return job(load_adapter, name, load, mode, flush, check_finite=self._checks_finite)
 
     def find_differing_adapter(
         self, name: str, source: Any, rules: Sequence[WeightRule] | None = None
@@ -1056,35 +991,18 @@ class Engine:
             EngineStateError: while the engine sleeps or has no weights.
         """
         load = functools.partial(adapter_source, self._model, source, rules)
-        return self._calls.ask(functools.partial(CompareJob, name, load))
+        compare = job(self._group.weights.find_differing_adapter, name, load)
+        return self._calls.ask(compare)
 
-    def unload_adapter(self, name: str) -> None:
+    @asks
+    def unload_adapter(self, name: str) -> Asks[None]:
         """Frees an adapter's slot.
 
         Raises:
             InvalidRequestError: for an adapter that is not loaded.
             EngineStateError: while unfinished requests use it.
         """
-        self._calls.ask(functools.partial(cmd.UnloadAdapter, name))
-
-    async def async_unload_adapter(self, name: str) -> None:
-        """`unload_adapter` for asyncio."""
-        await self._calls.async_ask(functools.partial(cmd.UnloadAdapter, name))
-
-    def _adapter_job(
-        self,
-        name: str,
-        source: Any,
-        rules: Sequence[WeightRule] | None,
-        mode: PauseMode,
-        flush_cache: bool | None,
-    ) -> Callable[[Future[int]], AdapterJob]:
-        if not isinstance(name, str) or not name:
-            raise InvalidRequestError(f"name must be a string of an adapter, got {name!r}")
-        check_mode(mode)
-        flush = _flushes(mode, flush_cache)
-        load = functools.partial(adapter_source, self._model, source, rules)
-        return functools.partial(AdapterJob, name, load, mode, flush, self._checks_finite)
+        return functools.partial(cmd.UnloadAdapter, name)
 
     def get_weights_checksum(self) -> dict[str, str]:
         """Checksums of the bits of each serving weight in its logical shape: 16 hexadecimal digits.
@@ -1124,44 +1042,16 @@ class Engine:
             return functools.partial(WeightSource, source, check_rules(rules))
         return functools.partial(hf_source, self._model, source, None)
 
-    def _update_job(
-        self,
-        source: Any,
-        rules: Sequence[WeightRule] | None,
-        mode: PauseMode,
-        flush_cache: bool | None,
-        donate: bool,
-        verify: bool,
-        check_finite: bool | None,
-    ) -> Callable[[Future[int]], UpdateJob]:
-        check_mode(mode)
-        checks_finite = self._checks_finite if check_finite is None else check_finite
-        _check_flags(donate=donate, verify=verify, check_finite=checks_finite)
-        flush = _flushes(mode, flush_cache)
-        load = self._weight_source(source, rules)
-        return functools.partial(UpdateJob, load, mode, flush, donate, verify, checks_finite)
-
-    def _stage_job(
-        self,
-        source: Any,
-        rules: Sequence[WeightRule] | None,
-        verify: bool,
-        check_finite: bool | None,
-    ) -> Callable[[Future[StagedWeights]], StageJob]:
-        checks_finite = self._checks_finite if check_finite is None else check_finite
-        _check_flags(verify=verify, check_finite=checks_finite)
-        load = self._weight_source(source, rules)
-        return functools.partial(StageJob, load, verify, checks_finite)
-
     # ------------------------------------------------------------------ checkpoints
 
+    @asks
     def save_checkpoint(
         self,
         path: str | Path,
         *,
         include_kv: bool = False,
         compression: Literal["zstd"] | None = None,
-    ) -> SaveReport:
+    ) -> Asks[SaveReport]:
         """Writes all unfinished requests to a folder, for `restore_checkpoint`.
 
         Works also while the engine sleeps or is paused. Other callers continue: the engine takes a
@@ -1183,17 +1073,9 @@ class Engine:
             InvalidConfigError: an unknown compression, or one that is not installed.
             OffloadError: KV pages could not be copied.
         """
-        return self._calls.ask(_save_job(path, include_kv, compression))
-
-    async def async_save_checkpoint(
-        self,
-        path: str | Path,
-        *,
-        include_kv: bool = False,
-        compression: Literal["zstd"] | None = None,
-    ) -> SaveReport:
-        """`save_checkpoint` for asyncio; cancelling the task does not stop it."""
-        return await self._calls.async_ask(_save_job(path, include_kv, compression))
+        _check_flags(include_kv=include_kv)
+        check_compression(compression)
+        return functools.partial(SaveJob, Path(path), include_kv, compression)
 
     def restore_checkpoint(
         self, path: str | Path, *, missing_ok: bool = False
@@ -1305,6 +1187,24 @@ class Engine:
         """Shuts the engine down."""
         self.shutdown()
 
+    # ------------------------------------------------------------------ asyncio
+
+    # Cancelling a task does not undo a call; it frees what `stage_weights` staged. An update goes
+    # on reading its source: do not change it until the update is done.
+    async_get_internal_state = twin(get_internal_state)
+    async_pause_generation = twin(pause_generation)
+    async_continue_generation = twin(continue_generation)
+    async_abort_request = twin(abort_request)
+    async_flush_cache = twin(flush_cache)
+    async_sleep = twin(sleep)
+    async_wake_up = twin(wake_up)
+    async_update_weights = twin(update_weights)
+    async_stage_weights = twin(stage_weights)
+    async_publish_weights = twin(publish_weights)
+    async_load_adapter = twin(load_adapter)
+    async_unload_adapter = twin(unload_adapter)
+    async_save_checkpoint = twin(save_checkpoint)
+
     # ------------------------------------------------------------------ requests
 
     def _warn_of_sleep(self) -> None:
@@ -1369,38 +1269,6 @@ def _refuse_keywords(unknown: Mapping[str, Any]) -> None:
                 f"{{{name!r}: {value!r}}}"
             )
         raise InvalidRequestError(f"generate takes no keyword {name!r}")
-
-
-def _sleep_command(
-    level: int, preserve_state: bool, tags: Any, refuse_requests: bool
-) -> Callable[[Future[int]], cmd.Sleep]:
-    check_level(level)
-    checked = check_tags(tags)
-    if level == 2 and "weights" not in checked:
-        raise InvalidRequestError(f"level must be 1 with tags={tags!r}, got 2: it drops weights")
-    _check_flags(preserve_state=preserve_state, refuse_requests=refuse_requests)
-    return functools.partial(cmd.Sleep, level, preserve_state, checked, refuse_requests)
-
-
-def _save_job(
-    path: str | Path, include_kv: bool, compression: Literal["zstd"] | None
-) -> Callable[[Future[SaveReport]], SaveJob]:
-    _check_flags(include_kv=include_kv)
-    check_compression(compression)
-    return functools.partial(SaveJob, Path(path), include_kv, compression)
-
-
-def _publish_job(
-    staged: StagedWeights, mode: PauseMode, flush_cache: bool | None
-) -> Callable[[Future[int]], PublishJob]:
-    _check_staged(staged)
-    check_mode(mode)
-    return functools.partial(PublishJob, staged, mode, _flushes(mode, flush_cache))
-
-
-def _discard_job(staged: StagedWeights) -> Callable[[Future[bool]], DiscardJob]:
-    _check_staged(staged)
-    return functools.partial(DiscardJob, staged)
 
 
 def _check_staged(staged: Any) -> None:

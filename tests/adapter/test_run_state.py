@@ -12,7 +12,7 @@ from flax import nnx
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft.checkpoint_manager import CheckpointManager
 
-from sgljax_engine.processing.seeds import SeedSource
+from sgljax_engine.sampling_params import SeedSource
 from tunix_sgljax.checkpoints.data_place import DataPlace
 from tunix_sgljax.checkpoints.run_state import keep_state, restored_state
 from tunix_sgljax.long_tail.feed import ROW, PromptFeed

@@ -59,7 +59,7 @@ from sgljax_engine.placement.submeshes import check_divides, place
 from sgljax_engine.processing.any_tokenizer import wrap_tokenizer
 from sgljax_engine.processing.conversation import conversation_ids
 from sgljax_engine.processing.input_processor import Limits, LogprobArgs, RequestFactory
-from sgljax_engine.processing.seeds import SeedSource
+from sgljax_engine.sampling_params import SeedSource
 from sgljax_engine.weights.apply import apply
 from sgljax_engine.weights.plan import WeightPlanner
 from sgljax_engine.weights.rules import check_rules

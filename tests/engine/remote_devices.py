@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from jax._src.array import ArrayImpl
 
-from sgljax_engine import xla_options
+from sgljax_engine.layers import devices
 from sgljax_engine.layers.devices import is_own_cpu
 from sgljax_engine.runner.kv import plan as memory_plan
 
@@ -66,9 +66,9 @@ def watched() -> Iterator[None]:
         patch.setattr(jax.ffi, "ffi_call", _refuse("a native kernel was called"))
         patch.setattr(jax.ffi, "register_ffi_target", _refuse("a native kernel was registered"))
         patch.setattr(memory_plan, "Path", _refuse("this host's memory was read"))
-        known = xla_options.known_option
+        known = devices.known_option
         patch.setattr(
-            xla_options,
+            devices,
             "known_option",
             lambda is_own, *args: _fail("options of this XLA") if is_own else known(False, *args),
         )

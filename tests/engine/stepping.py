@@ -13,11 +13,10 @@ from sgljax_engine.builder import group
 from sgljax_engine.builder.endable_progress import EndableProgress
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.core import commands as cmd
-from sgljax_engine.core.commands.pause import settle
 from sgljax_engine.models.weight_rules import hf_rules
 from sgljax_engine.processing.futures import Answer
 from sgljax_engine.processing.input_processor import LogprobArgs, RequestFactory
-from sgljax_engine.processing.seeds import SeedSource
+from sgljax_engine.sampling_params import SeedSource
 from sgljax_engine.types import FinishReason, Request
 from sgljax_engine.weights.apply import apply
 from sgljax_engine.weights.rules import WeightSource
@@ -63,7 +62,7 @@ class SteppedEngine:
         future: Future[Any] = Future()
         self.core.outputs.flush()
         make(future).hand_out(self)
-        settle(self.core)
+        self.core.settle()
         return future
 
     def give(self, index: int, task: cmd.Task) -> None:
@@ -88,12 +87,12 @@ class SteppedEngine:
     def step(self, count: int = 1) -> int:
         """Takes steps while there is something to do; returns how many."""
         for taken in range(count):
-            settle(self.core)
+            self.core.settle()
             if not self.core.can_step:
                 return taken
             self.core.step()
         self.core.outputs.flush()
-        settle(self.core)
+        self.core.settle()
         return count
 
     def finish(self) -> int:

@@ -212,7 +212,7 @@ class TestFailures:
 
     def test_a_request_that_cannot_be_taken_in(self, engine, expected, monkeypatch):
         """It is refused, and neither the others of its call nor the engine suffer."""
-        monkeypatch.setattr(engine.core.warmup, "check", _fail)
+        monkeypatch.setattr(engine.core.serving.adapters, "find", _fail)
         futures = engine.add(PROMPTS, PARAMS)
         assert all("planted" in str(future.exception(0)) for future in futures)
         monkeypatch.undo()

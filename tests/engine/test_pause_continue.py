@@ -8,7 +8,6 @@ import jax
 import pytest
 
 from sgljax_engine import EngineShutdownError, EngineStateError, InvalidRequestError, SamplingParams
-from sgljax_engine.core.commands import pause
 from tests import inside
 from tests.engine.interrupts import (
     LONG,
@@ -157,7 +156,7 @@ class TestLife:
 
         with monkeypatch.context() as patch:
             if place == "commit":
-                patch.setattr(pause, "apply_pause_mode", fail)
+                patch.setattr(inside.core(engine), "apply_pause_mode", fail)
             else:
                 patch.setattr(inside.runner(engine).kv_memory, "wait", fail)
             with pytest.raises(RuntimeError, match="planted fault"):

@@ -12,8 +12,7 @@ from sgljax_engine.config import SCHEDULE_POLICIES, SchedulerConfig
 from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.sampling_params import SamplingParams
 from sgljax_engine.scheduler.lengths import AnswerLengths, expected_remaining
-from sgljax_engine.scheduler.start_order import FirstCome, LongestFirst
-from sgljax_engine.scheduler.waiting import WaitingQueue
+from sgljax_engine.scheduler.waiting import FirstCome, LongestFirst, WaitingQueue
 from sgljax_engine.types import Request
 from tests.engine.determinism_cases import MODEL, ask, differing, make_engine, requests
 from tests.geometry import SMALL

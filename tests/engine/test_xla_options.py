@@ -3,8 +3,8 @@
 import jax
 import pytest
 
-from sgljax_engine import xla_options
-from sgljax_engine.xla_options import compiler_options
+from sgljax_engine.layers import devices
+from sgljax_engine.layers.devices import compiler_options
 
 
 def test_installed_xla_takes_the_options_for_cpus():
@@ -18,9 +18,9 @@ def test_other_devices_have_none():
 
 
 def test_an_option_that_xla_has_dropped_is_left_out():
-    assert xla_options.known_option(True, "xla_cpu_dropped_long_ago", True) is None
+    assert devices.known_option(True, "xla_cpu_dropped_long_ago", True) is None
 
 
 def test_other_refusals_are_errors():
     with pytest.raises(jax.errors.JaxRuntimeError, match="not a valid"):
-        xla_options.known_option(True, "xla_cpu_prefer_vector_width", "perhaps")
+        devices.known_option(True, "xla_cpu_prefer_vector_width", "perhaps")

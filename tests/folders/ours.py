@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from sgljax_engine.layers.tiles import Together
 
 from sgljax_engine import EngineConfig, ModelConfig, load_model_config
 from sgljax_engine.attention.base import AttentionOptions, BlockTables
 from sgljax_engine.builder.adapters import adapter_source
 from sgljax_engine.builder.sources import folder_weights, pick_dtype
 from sgljax_engine.layers.basic import Layout
-from sgljax_engine.layers.tiles import Together
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import LayerCache, ModelContext, NewKV
 from sgljax_engine.runner.programs.recur import block_recur

@@ -18,10 +18,11 @@ from typing import TypeVar
 from sgljax_engine.checkpoint.structures import EngineCheckpoint
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.checkpoint_writer import make_restoration
+from sgljax_engine.core.command import done_queue
 from sgljax_engine.core.group import Asked, EngineGroup
 from sgljax_engine.errors import EngineShutdownError
 from sgljax_engine.outputs import RequestOutput, join_pieces
-from sgljax_engine.processing.futures import Answer, done_queue
+from sgljax_engine.processing.futures import Answer
 from sgljax_engine.processing.input_processor import RequestFactory
 from sgljax_engine.processing.streams import AsyncTokenStream, TokenStream
 from sgljax_engine.types import Request

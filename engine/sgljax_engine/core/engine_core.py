@@ -10,10 +10,9 @@ import logging
 from collections.abc import Callable, Iterable
 
 from sgljax_engine.cache.pool import PagePool
-from sgljax_engine.core.adapters import AdapterRegistry
-from sgljax_engine.core.pause import PauseState
+from sgljax_engine.core.pause import PauseState, PendingDrain
 from sgljax_engine.core.request_groups import RequestGroups
-from sgljax_engine.core.serving import ServingWeights
+from sgljax_engine.core.serving import AdapterRegistry, ServingWeights
 from sgljax_engine.core.sleep import SleepManager
 from sgljax_engine.core.stats import Stats
 from sgljax_engine.errors import (
@@ -23,9 +22,10 @@ from sgljax_engine.errors import (
     NonFiniteLogitsError,
     forget_locals,
 )
+from sgljax_engine.io_struct import PauseMode
 from sgljax_engine.observability.metrics import EngineState, MemoryReport
 from sgljax_engine.observability.trace import Recorder
-from sgljax_engine.processing.futures import Answer
+from sgljax_engine.processing.futures import Answer, resolve
 from sgljax_engine.processing.output_processor import OutputProcessor
 from sgljax_engine.processing.tokenizer import Tokenizer
 from sgljax_engine.runner.runner import ModelRunner
@@ -209,7 +209,8 @@ class EngineCore:
             CompileForbiddenError: when it needs a program that may not be compiled.
             InvalidRequestError: when its adapter is not loaded.
         """
-        self.warmup.check(request)
+        if self.runner.programs.is_sealed:
+            self.warmup.check(request)
         request.adapter = self.serving.adapters.find(request.lora)
 
     def take_in(self, request: Request, answer: Answer) -> None:
@@ -270,6 +271,58 @@ class EngineCore:
         """Retracts all requests and resets the cache, after all keys and values were lost."""
         self.pool.reset_cache()
         self.retract_all()
+
+    # ------------------------------------------------------------------ pauses
+
+    def apply_pause_mode(self, mode: PauseMode, adapter: int | None = None) -> None:
+        """Ends, retracts or keeps requests, as the mode of a pause or update says.
+
+        Args:
+            mode: Mode of the pause or update.
+            adapter: Slot of an adapter, to act only on its requests; None for all.
+        """
+        if mode == "abort":
+            reason = FinishReason("abort", message="generation was paused, or weights changed")
+            requests = self.scheduler.requests()
+            self.end([each for each in requests if adapter in (None, each.adapter)], reason)
+        elif mode == "retract":
+            self.retract_all(adapter)
+
+    def settle(self) -> None:
+        """Answers the callers that wait for started requests, if none is left."""
+        if self.scheduler.num_started:
+            return
+        self.outputs.flush()
+        if self.pauses.has_pauses:
+            self.runner.kv_memory.wait()
+        for drain in self.pauses.take():
+            self.drained(drain)
+        self.set_admission()
+
+    def drained(self, drain: PendingDrain) -> None:
+        """Answers a caller that waited for started requests, of which none is left."""
+        if not drain.is_pause:
+            self.pauses.is_drained = True
+        resolve(drain.future, None)
+
+    def end_drain(self) -> None:
+        """Starts requests again after an update, unless there is a pause."""
+        self.pauses.end_update()
+        self.set_admission()
+
+    def refuse_if_held(self) -> None:
+        """Refuses the callers that wait for started requests, if these cannot finish."""
+        num_started = self.scheduler.num_started
+        if num_started and self.is_held:
+            holder = f"pause_generation({self.pauses.mode!r})"
+            if not self.can_run:
+                holder = "sleep" if self.sleep_manager.asleep else "the want of weights"
+            self.pauses.refuse(num_started, f"{holder} keeps them from finishing")
+        self.set_admission()
+
+    def set_admission(self) -> None:
+        """Has the scheduler start new requests, or not, after the pauses changed."""
+        self.scheduler.admits_new = not self.pauses.holds_new_requests
 
     # ------------------------------------------------------------------ state
 

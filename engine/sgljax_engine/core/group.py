@@ -1,7 +1,7 @@
 """A group of engines with one interface. A single engine is a group of one.
 
-Each engine has a thread, a scheduler, pages and a prefix cache of its own. The thread of a
-`HandOut` gives commands to all of them; a single engine's thread does so itself.
+Each engine has a thread, a scheduler, pages and a prefix cache of its own. A `HandOut` gives
+commands to all of them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from sgljax_engine.core.command import (
     Command,
     Part,
     PerEngineCommand,
-    Recipients,
-    Task,
+    done_queue,
 )
 from sgljax_engine.core.commands.requests import TakeOver
 from sgljax_engine.core.engine_core import EngineCore
-from sgljax_engine.core.loop import EngineLoop, OwnHandOut
+from sgljax_engine.core.loop import EngineLoop
 from sgljax_engine.core.request_groups import RequestGroups
 from sgljax_engine.core.router import Router
 from sgljax_engine.core.weights_worker import Split, WeightJob, WeightsWorker
@@ -33,7 +32,6 @@ from sgljax_engine.errors import EngineShutdownError, EngineStateError
 from sgljax_engine.observability.combined import combine_progress, combine_recordings
 from sgljax_engine.observability.progress import EngineProgress
 from sgljax_engine.observability.trace import MAX_EVENTS, Recording
-from sgljax_engine.processing.futures import done_queue
 from sgljax_engine.processing.home import HomeProcess, ended, stop_at_end
 from sgljax_engine.types import Request
 from sgljax_engine.weights.adapters import AdapterSlots
@@ -72,12 +70,13 @@ class BuiltGroup:
 
 
 class EngineGroup:
-    """Takes commands and jobs from any thread. It is the `Recipients` of its commands.
+    """Takes commands and jobs from any thread.
 
     Attributes:
         home: The process that has the threads.
         loops: The engines' threads.
         groups: The calls of all engines.
+        weights: Makes weights on a thread of its own.
     """
 
     def __init__(self, built: BuiltGroup, name: str) -> None:
@@ -111,7 +110,7 @@ class EngineGroup:
             for core, each in zip(built.cores, names, strict=True)
         ]
         self._num_open = count
-        self._weights = WeightsWorker(
+        self.weights = WeightsWorker(
             planner=built.planner,
             served=built.served,
             slots=built.slots,
@@ -125,11 +124,12 @@ class EngineGroup:
         self._saves = Worker(writer.save, f"{name}-checkpoints")
         self._is_stopping = False
         self._stop_reason = SHUT_DOWN
-        stop = self._stop_as_asked
-        self._hand_out: HandOut | OwnHandOut = (
-            OwnHandOut(self._distribute_alone, stop, self.loops[0])
-            if count == 1
-            else HandOut(self._distribute, stop, f"{name}-commands")
+        self._hand_out = HandOut(
+            self.loops,
+            built.groups,
+            built.router,
+            stop_engines=self._stop_engines,
+            name=f"{name}-commands",
         )
         stop_at_end(self)
         for loop in self.loops:
@@ -192,7 +192,7 @@ class EngineGroup:
             elif isinstance(asked, SaveJob):
                 self._saves.put(asked)
             else:
-                self._weights.put(asked)
+                self.weights.put(asked)
 
     def check_open(self) -> None:
         """Raises EngineShutdownError once an engine is shut down, and in a forked child."""
@@ -212,12 +212,12 @@ class EngineGroup:
             EngineStateError: on an engine's thread, and for a job on the worker that does it.
         """
         current = threading.current_thread()
-        answering = [self._hand_out.thread]
+        answering: list[threading.Thread | None] = [self._hand_out.thread]
         for loop in self.loops:
             answering += loop.threads
         if not isinstance(asked, Command):
             answering.append(
-                self._saves.thread if isinstance(asked, SaveJob) else self._weights.thread
+                self._saves.thread if isinstance(asked, SaveJob) else self.weights.thread
             )
         if current in answering:
             raise EngineStateError(
@@ -240,48 +240,13 @@ class EngineGroup:
             self.submit(asked)
         else:
             assert isinstance(asked, PerEngineCommand)
-            self.give(index, Part(asked, future))
+            self.loops[index].submit(Part(asked, future))
         del asked
         done.get()
         try:
             return future.result()
         finally:
             del future, make
-
-    def give(self, index: int, task: Task) -> None:
-        """Queues a task for one engine."""
-        self.loops[index].submit(task)
-
-    def route(self, requests: Sequence[Request]) -> None:
-        """Gives each request an engine."""
-        for request, engine in zip(requests, self._router.route(requests), strict=True):
-            request.engine = engine
-
-    def _distribute_alone(self, command: Command) -> None:
-        """`_distribute` on the thread of the only engine, which does the command's tasks next."""
-        with self._lock:
-            self._distribute_to(_OnlyEngine(self), command)
-
-    def _distribute(self, command: Command) -> None:
-        """Gives a command to all engines that it concerns; on the thread of the `HandOut`."""
-        with self._lock:
-            try:
-                for loop in self.loops:  # all or none, since they are stopped under the lock
-                    loop.check_open()
-            except EngineShutdownError as error:
-                reason = str(error)
-                command.refuse(lambda: EngineShutdownError(reason))
-                return
-            self._distribute_to(self, command)
-
-    def _distribute_to(self, recipients: Recipients, command: Command) -> None:
-        try:
-            command.hand_out(recipients)
-        except BaseException as error:  # a bug: never leave a caller waiting
-            logger.exception("handing out a command failed")
-            reason = f"handing out a command failed: {error!r}"
-            self._stop_engines(reason)
-            command.refuse(lambda: EngineShutdownError(reason))
 
     def _finished(self, request: Request) -> None:
         """Notes that a request is over, or will not come; on its engine's thread."""
@@ -337,13 +302,11 @@ class EngineGroup:
         self._stop_engines(reason)
         self._hand_out.stop()
 
-    def _stop_as_asked(self) -> None:
-        self._stop_engines(self._stop_reason)
-
-    def _stop_engines(self, reason: str) -> None:
+    def _stop_engines(self, reason: str | None) -> None:
+        """Has the engines' threads end: for a reason, or as `request_stop` asked."""
         with self._lock:
             for loop in self.loops:
-                loop.request_stop(reason)
+                loop.request_stop(reason or self._stop_reason)
 
     def stop(self) -> None:
         """`request_stop`, then waits for the threads to end."""
@@ -351,7 +314,7 @@ class EngineGroup:
         if not self.home.is_here:
             return
         # A finalizer may call this on any thread; on these it would wait for itself.
-        own = {self._weights.thread, self._saves.thread, self._hand_out.thread}
+        own = {self.weights.thread, self._saves.thread, self._hand_out.thread}
         own.update(thread for loop in self.loops for thread in loop.threads if thread is not None)
         if threading.current_thread() not in own:
             for loop in self.loops:
@@ -363,23 +326,6 @@ class EngineGroup:
             self._num_open -= 1
             is_last = not self._num_open
         if is_last:
-            self._weights.stop(self._stop_reason)
+            self.weights.stop(self._stop_reason)
             self._saves.stop(self._stop_reason)
             ended(self)
-
-
-class _OnlyEngine:
-    """The `Recipients` of a command that the only engine's thread hands out."""
-
-    num_engines = 1
-
-    def __init__(self, group: EngineGroup) -> None:
-        """For one command; holds no state of its own."""
-        self.groups = group.groups
-        self.route = group.route
-        self._loop = group.loops[0]
-
-    def give(self, index: int, task: Task) -> None:
-        """Has the thread do it next: no queue in between, in which others may come first."""
-        del index
-        self._loop.do_next(task)

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
-import functools
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
 
-from sgljax_engine.core.command import SHUT_DOWN, Command, Task
-from sgljax_engine.core.commands.pause import settle
+from sgljax_engine.core.command import SHUT_DOWN, Task
 from sgljax_engine.core.commands.requests import EndAnswered
 from sgljax_engine.core.engine_core import EngineCore
 from sgljax_engine.errors import EngineShutdownError
@@ -106,6 +103,11 @@ class EngineLoop:
         `Thread.is_alive` is not asked: a caller who is interrupted in there marks it as dead.
         """
         return not self._is_closed
+
+    @property
+    def thread(self) -> threading.Thread:
+        """The engine thread."""
+        return self._thread
 
     @property
     def threads(self) -> tuple[threading.Thread | None, ...]:
@@ -220,7 +222,7 @@ class EngineLoop:
         """
         core = self._core
         while True:
-            settle(core)
+            core.settle()
             self._note_halt()
             can_step = core.can_step
             if not can_step:
@@ -279,62 +281,3 @@ class EngineLoop:
 
     def _closed_error(self) -> EngineShutdownError:
         return EngineShutdownError(self._close_reason)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Distribute(Task):
-    """Hand a command out, on the thread of the only engine.
-
-    Attributes:
-        act: Hands it out.
-        command: What is handed out; None for the end.
-    """
-
-    act: Callable[[], None]
-    command: Command | None
-
-    def run(self, core: EngineCore) -> None:
-        """Has the thread do the command's tasks next: they are all for this engine."""
-        del core
-        self.act()
-
-    def refuse(self, make_error: Callable[[], BaseException]) -> None:
-        """Refuses the command."""
-        if self.command is not None:
-            self.command.refuse(make_error)
-
-
-class OwnHandOut:
-    """Hands commands out as `workers.HandOut` does, for one engine, on that engine's thread.
-
-    There are no other engines to tell, and a thread in between takes time: pause and continue of an
-    idle engine take 275 us with one and 180 without (2 cores, November 2026).
-    """
-
-    def __init__(
-        self, distribute: Callable[[Command], None], on_stop: Callable[[], None], loop: EngineLoop
-    ) -> None:
-        """Starts nothing.
-
-        Args:
-            distribute: Hands out one command; must not fail.
-            on_stop: Called when `stop` is due: refuses all commands from then on.
-            loop: The engine's loop.
-        """
-        self._distribute = distribute
-        self._on_stop = on_stop
-        self._loop = loop
-
-    @property
-    def thread(self) -> threading.Thread | None:
-        """The engine's thread."""
-        return self._loop.threads[0]
-
-    def put(self, command: Command) -> None:
-        """Queues a command. Any thread, under the group's lock and after `check_open`."""
-        self._loop.put(Distribute(functools.partial(self._distribute, command), command))
-
-    def stop(self) -> None:
-        """Ends the engine after the commands that came before. Any thread; idempotent."""
-        with contextlib.suppress(EngineShutdownError):
-            self._loop.submit(Distribute(self._on_stop, None))

@@ -1,7 +1,7 @@
 """The state of a pause, and the callers that wait for started requests. Engine thread only.
 
 A pause of mode "wait", and an update of that mode, are answered once every started request is
-finished. They are refused when something keeps those requests from finishing. `core.commands.pause`
+finished. They are refused when something keeps those requests from finishing. `EngineCore`
 has what pauses do.
 """
 

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 
@@ -32,124 +32,25 @@ from sgljax_engine.weights.rules import WeightSource
 from sgljax_engine.weights.served import ServedSource
 from sgljax_engine.weights.staged import StagedWeights
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
 Split = Callable[[Mapping[str, jax.Array]], list[dict[str, jax.Array]]]
 """Splits weights that were made for all engines into each one's part; copies nothing."""
 
 
-class WeightJob(Protocol):
-    """A job that a caller gives the worker."""
+class WeightJob(NamedTuple):
+    """A call of a method of `WeightsWorker`, queued; see `job`."""
 
-    @property
-    def future(self) -> Future[Any]:
-        """Gets the result."""
-        ...
-
-    def do(self, worker: WeightsWorker) -> Any:
-        """Does the job, on the worker's thread. Result and exceptions go to the caller."""
-        ...
+    do: Callable[[], Any]
+    future: Future[Any]
 
 
-class UpdateJob(NamedTuple):
-    """One `update_weights` call.
-
-    Attributes:
-        load: Reads the source; called on the worker's thread.
-        mode: What becomes of requests that have started.
-        flush_cache: See `commands.weights.Swap`.
-        donate: Make each weight in the place of the old one.
-        verify: Compare checksums of the new weights and the source.
-        check_finite: Refuse weights that hold NaN or infinity.
-        future: Gets the new weight version.
-    """
-
-    load: Callable[[], WeightSource]
-    mode: PauseMode
-    flush_cache: bool
-    donate: bool
-    verify: bool
-    check_finite: bool
-    future: Future[int]
-
-    def do(self, worker: WeightsWorker) -> int:
-        """Makes the new weights and has them swapped in; returns their version."""
-        return worker.update(self)
-
-
-class StageJob(NamedTuple):
-    """One `stage_weights` call; see `UpdateJob`."""
-
-    load: Callable[[], WeightSource]
-    verify: bool
-    check_finite: bool
-    future: Future[StagedWeights]
-
-    def do(self, worker: WeightsWorker) -> StagedWeights:
-        """Makes weights beside the serving ones."""
-        return worker.stage(self)
-
-
-class PublishJob(NamedTuple):
-    """One `publish_weights` call; see `UpdateJob`."""
-
-    staged: StagedWeights
-    mode: PauseMode
-    flush_cache: bool
-    future: Future[int]
-
-    def do(self, worker: WeightsWorker) -> int:
-        """Has staged weights served; returns their version, the same one whenever it is asked."""
-        return worker.publish(self)
-
-
-class DiscardJob(NamedTuple):
-    """One `discard_weights` call; gets whether anything was freed."""
-
-    staged: StagedWeights
-    future: Future[bool]
-
-    def do(self, worker: WeightsWorker) -> bool:
-        """Frees staged weights; False if they were published or discarded before."""
-        worker.check_own(self.staged)
-        return self.staged.discard()
-
-
-class AdapterJob(NamedTuple):
-    """One `load_adapter` call; see `UpdateJob`.
-
-    Attributes:
-        name: Name of the adapter.
-        load: Reads the source; called on the worker's thread.
-        mode: What becomes of requests that have started with an adapter of this name.
-        flush_cache: See `commands.weights.Swap`.
-        check_finite: Refuse pairs that hold NaN or infinity.
-        future: Gets the new weight version.
-    """
-
-    name: str
-    load: Callable[[], WeightSource]
-    mode: PauseMode
-    flush_cache: bool
-    check_finite: bool
-    future: Future[int]
-
-    def do(self, worker: WeightsWorker) -> int:
-        """Has an adapter loaded; returns the version of the weights with it."""
-        build = worker.plan_adapter(self.name, self.load, check_finite=self.check_finite)
-        make = functools.partial(cmd.SwapAdapter, self.mode, self.flush_cache, self.name, build)
-        return worker.swap(make, self.mode, "load_adapter")
-
-
-class CompareJob(NamedTuple):
-    """One `find_differing_adapter` call; gets the names of projections that differ."""
-
-    name: str
-    load: Callable[[], WeightSource]
-    future: Future[list[str]]
-
-    def do(self, worker: WeightsWorker) -> list[str]:
-        """Names of projections whose adapter differs from the source's."""
-        build = worker.plan_adapter(self.name, self.load, check_finite=False)
-        return worker.ask(functools.partial(cmd.CompareAdapter, self.name, build))
+def job(
+    method: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
+) -> Callable[[Future[_T]], WeightJob]:
+    """Makes the job that calls a method of `WeightsWorker` on its thread, with its future."""
+    return functools.partial(WeightJob, functools.partial(method, *args, **kwargs))
 
 
 class _NewWeights:
@@ -181,11 +82,7 @@ class _NewWeights:
 
 
 class WeightsWorker:
-    """Does the jobs about weights, on a thread of its own.
-
-    Attributes:
-        ask: Asks the engines.
-    """
+    """Makes weights and adapters, one job after another, on a thread of its own."""
 
     def __init__(
         self,
@@ -215,13 +112,13 @@ class WeightsWorker:
         self._served = served
         self._slots = slots
         self._split = split
-        self.ask = ask
+        self._ask = ask
         self._check_open = check_open
         self._recorder = recorder
         self._compiled: tuple[SyncPlan, Any] | None = None
         self._owner = object()  # not this object: staged weights must not keep the engine
         self._staged: weakref.WeakSet[StagedWeights] = weakref.WeakSet()
-        self._worker: Worker[WeightJob] = Worker(lambda job: job.do(self), name)
+        self._worker: Worker[WeightJob] = Worker(lambda job: job.do(), name)
         self.thread = self._worker.thread
 
     def put(self, job: WeightJob) -> None:
@@ -236,19 +133,37 @@ class WeightsWorker:
 
     # ------------------------------------------------------------------ on the worker's thread
 
-    def update(self, job: UpdateJob) -> int:
-        """Makes the new weights and has them swapped in; returns their version."""
+    def update(
+        self,
+        load: Callable[[], WeightSource],
+        mode: PauseMode,
+        flush_cache: bool,
+        *,
+        donate: bool,
+        verify: bool,
+        check_finite: bool,
+    ) -> int:
+        """Makes the new weights and has them swapped in; returns their version.
+
+        Args:
+            load: Reads the source.
+            mode: What becomes of requests that have started.
+            flush_cache: See `commands.weights.Swap`.
+            donate: Make each weight in the place of the old one.
+            verify: Compare checksums of the new weights and the source.
+            check_finite: Refuse weights that hold NaN or infinity.
+        """
         began = time.perf_counter()
-        planned = self._plan(job.load, check_finite=job.check_finite, verify=job.verify)
+        planned = self._plan(load, check_finite=check_finite, verify=verify)
         plan, arrays = planned.plan, planned.arrays
         # The checksums of `verify` are those of all weights.
-        changed = plan if job.verify else self._served.changed(plan, arrays)
-        new = _NewWeights(changed, arrays, verify=job.verify)
-        if self._is_made_here(new, job):
+        changed = plan if verify else self._served.changed(plan, arrays)
+        new = _NewWeights(changed, arrays, verify=verify)
+        if self._is_made_here(new, mode, donate=donate):
             new.made = new.make()
-        build = self._whole(planned, new, donate=job.donate)
+        build = self._whole(planned, new, donate=donate)
         submitted = time.perf_counter()
-        version = self._serve(build, job.mode, job.flush_cache, "update_weights")
+        version = self._serve(build, mode, flush_cache, "update_weights")
         del build
         self._served.remember(plan, arrays)
         del arrays
@@ -258,37 +173,62 @@ class WeightsWorker:
             self._recorder.slice(UPDATES_TRACK, "wait for the swap", submitted, ended, args)
         return version
 
-    def stage(self, job: StageJob) -> StagedWeights:
-        """Makes weights beside the serving ones."""
-        new = self._plan(job.load, check_finite=job.check_finite, verify=job.verify)
+    def stage(
+        self, load: Callable[[], WeightSource], *, verify: bool, check_finite: bool
+    ) -> StagedWeights:
+        """Makes weights beside the serving ones; see `update`."""
+        new = self._plan(load, check_finite=check_finite, verify=verify)
         if new.plan.is_on_one_device:
             made = new.make()
         else:
-            made = self.ask(functools.partial(cmd.Run, new.make))  # see `_is_made_here`
+            made = self._ask(functools.partial(cmd.Run, new.make))  # see `_is_made_here`
         del new
         staged = StagedWeights(self._owner, self._split(made))
         self._staged.add(staged)
         return staged
 
-    def publish(self, job: PublishJob) -> int:
+    def publish(self, staged: StagedWeights, mode: PauseMode, flush_cache: bool) -> int:
         """Has staged weights served; returns their version, the same one whenever it is asked."""
-        staged = job.staged
-        self.check_own(staged)
+        self._check_own(staged)
         if staged.weight_version is not None:
             return staged.weight_version
         if staged.state == "discarded":
             raise EngineStateError("these staged weights were discarded; stage_weights makes new")
         self._check_open()
-        version = self._serve(staged.build, job.mode, job.flush_cache, "publish_weights")
+        version = self._serve(staged.build, mode, flush_cache, "publish_weights")
         staged.published(version)
         return version
 
-    def check_own(self, staged: StagedWeights) -> None:
+    def discard(self, staged: StagedWeights) -> bool:
+        """Frees staged weights; False if they were published or discarded before."""
+        self._check_own(staged)
+        return staged.discard()
+
+    def load_adapter(
+        self,
+        name: str,
+        load: Callable[[], WeightSource],
+        mode: PauseMode,
+        flush_cache: bool,
+        *,
+        check_finite: bool,
+    ) -> int:
+        """Has an adapter loaded; returns the version of the weights with it. See `update`."""
+        build = self._plan_adapter(name, load, check_finite=check_finite)
+        make = functools.partial(cmd.SwapAdapter, mode, flush_cache, name, build)
+        return self._swap(make, mode, "load_adapter")
+
+    def find_differing_adapter(self, name: str, load: Callable[[], WeightSource]) -> list[str]:
+        """Names of projections whose adapter differs from the source's."""
+        build = self._plan_adapter(name, load, check_finite=False)
+        return self._ask(functools.partial(cmd.CompareAdapter, name, build))
+
+    def _check_own(self, staged: StagedWeights) -> None:
         """Raises InvalidRequestError for weights of another engine."""
         if not staged.is_of(self._owner):
             raise InvalidRequestError("staged must be weights that this engine staged itself")
 
-    def swap(
+    def _swap(
         self, make: Callable[[Future[int]], cmd.GroupCommand], mode: PauseMode, name: str
     ) -> int:
         """Has all engines swap weights or an adapter; returns the new version.
@@ -302,16 +242,16 @@ class WeightsWorker:
             name: The caller's method, for an error.
         """
         if mode != "wait":
-            return self.ask(make)
+            return self._ask(make)
         try:
-            self.ask(functools.partial(cmd.Drain, name))
-            return self.ask(make)
+            self._ask(functools.partial(cmd.Drain, name))
+            return self._ask(make)
         except BaseException:
             with contextlib.suppress(EngineShutdownError):
-                self.ask(cmd.EndDrain)
+                self._ask(cmd.EndDrain)
             raise
 
-    def plan_adapter(
+    def _plan_adapter(
         self, name: str, load: Callable[[], WeightSource], *, check_finite: bool
     ) -> cmd.BuildAdapter:
         """Plans an adapter's pairs in the slots of each engine.
@@ -361,12 +301,12 @@ class WeightsWorker:
         """Has weights swapped in; afterwards their source is unknown, whatever failed."""
         make = functools.partial(cmd.SwapWeights, mode, flush_cache, build)
         try:
-            return self.swap(make, mode, name)
+            return self._swap(make, mode, name)
         finally:
             self._served.forget()
             del make, build
 
-    def _is_made_here(self, new: _NewWeights, job: UpdateJob) -> bool:
+    def _is_made_here(self, new: _NewWeights, mode: PauseMode, *, donate: bool) -> bool:
         """Whether an update's weights are made on the worker's thread, or at the swap.
 
         An engine thread must make them in two cases, while all threads of the group wait. A
@@ -378,9 +318,9 @@ class WeightsWorker:
         once hold each other up there. The worker still makes the first update of a kind, since that
         compiles.
         """
-        if job.donate:
+        if donate:
             return False
-        kind = self._kind_on_shared_cores(new, job.mode)
+        kind = self._kind_on_shared_cores(new, mode)
         if not new.plan.is_on_one_device or (kind is not None and kind == self._compiled):
             return False
         self._compiled = kind

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, NamedTuple, TypeVar
 
@@ -38,24 +37,3 @@ def reject(future: Future[Any], error: BaseException) -> None:
     """Sets an exception unless the caller has cancelled."""
     with contextlib.suppress(InvalidStateError):
         future.set_exception(error)
-
-
-def done_queue(futures: Sequence[Future[Any]]) -> queue.SimpleQueue[int]:
-    """A queue that gets the index of each future once it is done.
-
-    Make it before anybody else has the futures. A caller that waits for it, and not for a future,
-    may be interrupted at any moment. A future's own lock would stay taken if the interrupt came
-    right after its acquisition, and the thread that answers would hang.
-    """
-    done: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for index, future in enumerate(futures):
-        future.add_done_callback(_putter(done, index))
-    return done
-
-
-def _putter(done: queue.SimpleQueue[int], index: int) -> Callable[[Future[Any]], None]:
-    def put(future: Future[Any]) -> None:
-        del future  # in the queue it would be part of a cycle
-        done.put(index)
-
-    return put

@@ -16,7 +16,6 @@ from sgljax_engine.checks import is_int
 from sgljax_engine.errors import InvalidRequestError
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.processing.bounded_text import check_length
-from sgljax_engine.processing.seeds import SeedSource, derive_seed
 from sgljax_engine.processing.special_stops import SpecialStops
 from sgljax_engine.processing.tokenizer import Tokenizer, decode_options
 from sgljax_engine.sampling_params import (
@@ -24,6 +23,8 @@ from sgljax_engine.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     LogprobOptions,
     SamplingParams,
+    SeedSource,
+    derive_seed,
 )
 from sgljax_engine.types import LogitEdits, Request, RequestStatus, prompt_key
 
@@ -320,9 +321,10 @@ class RequestFactory:
                 f"stop={list(params.stop)!r} needs a tokenizer and the engine has none"
             )
         eos_ids = () if params.ignore_eos else self._eos_ids
-        stop_ids = tuple(
-            dict.fromkeys((*params.stop_token_ids, *self._special_stops.ids(params), *eos_ids))
-        )
+        special: Sequence[int] = ()
+        if params.stop and params.skip_special_tokens:
+            special = self._special_stops.ids(params.stop)
+        stop_ids = tuple(dict.fromkeys((*params.stop_token_ids, *special, *eos_ids)))
         if len(stop_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequestError(
                 f"stop_token_ids (end-of-sequence ids included) must be at most "

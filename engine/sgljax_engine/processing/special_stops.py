@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sgljax_engine.errors import InvalidRequestError
 from sgljax_engine.processing.tokenizer import DecodeOptions, Tokenizer
-from sgljax_engine.sampling_params import SamplingParams
 
 _MAX_KNOWN = 1024
 """Stop strings whose tokens are kept."""
@@ -25,16 +26,14 @@ class SpecialStops:
         self._tokenizer = tokenizer
         self._known: dict[str, int | None] = {}
 
-    def ids(self, params: SamplingParams) -> list[int]:
+    def ids(self, stop: Sequence[str]) -> list[int]:
         """Ids of the stop strings that are special tokens.
 
         Raises:
             InvalidRequestError: for a stop string that holds such a token beside other text: the
                 output would never stop at it.
         """
-        if not params.stop or not params.skip_special_tokens:
-            return []
-        found = [self._id(text) for text in params.stop]
+        found = [self._id(text) for text in stop]
         return [token for token in found if token is not None]
 
     def _id(self, text: str) -> int | None:

@@ -78,10 +78,8 @@ class Warmup:
     def check(self, request: Request) -> None:
         """Raises CompileForbiddenError if a request needs programs that `run` left out.
 
-        Found out in a step, it would fail all requests of the step.
+        Found out in a step, it would fail all requests of the step. For sealed programs.
         """
-        if not self._runner.programs.is_sealed:
-            return
         options, params = request.logprob_options, request.params
         needs = ""
         if params.changes_logits and not self._has_table:

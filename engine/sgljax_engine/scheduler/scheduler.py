@@ -3,7 +3,7 @@
 `schedule()` plans one dispatch; `update()` takes what it produced. Between the two the device
 runs. Requests join and leave the running batch at every call.
 
-`config.schedule_policy` says in which order requests start, see `scheduler.start_order`. When KV
+`config.schedule_policy` says in which order requests start, see `scheduler.waiting`. When KV
 pages run out, the youngest running requests are retracted: they give up their pages and return to
 the queue, where they are next. Later their prompt and output so far are prefilled again. The oldest
 running request always keeps its pages, so every request that fits the pool alone finishes in the
@@ -29,8 +29,7 @@ from sgljax_engine.errors import EngineError, NonFiniteLogitsError
 from sgljax_engine.scheduler.lengths import AnswerLengths
 from sgljax_engine.scheduler.policy import AdmissionPolicy, DispatchPacer
 from sgljax_engine.scheduler.speculator import Speculator
-from sgljax_engine.scheduler.start_order import make_start_order
-from sgljax_engine.scheduler.waiting import WaitingQueue
+from sgljax_engine.scheduler.waiting import WaitingQueue, make_start_order
 from sgljax_engine.speculation.plan import TOKENS_PER_STEP
 from sgljax_engine.types import (
     NO_STATE,

@@ -12,9 +12,7 @@ from sgljax_engine.core.command import PerEngineCommand, Recipients
 from sgljax_engine.core.engine_core import EngineCore
 from sgljax_engine.core.pause import PendingDrain
 from sgljax_engine.core.transaction import GroupCommand
-from sgljax_engine.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput, PauseMode
-from sgljax_engine.processing.futures import resolve
-from sgljax_engine.types import FinishReason
+from sgljax_engine.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -39,11 +37,11 @@ class Pause(GroupCommand):
         """Pauses."""
         del prepared
         mode = self.request.mode
-        apply_pause_mode(core, mode)  # first: if it fails there is no pause
+        core.apply_pause_mode(mode)  # first: if it fails there is no pause
         core.stats.paused(mode)
         core.pauses.mode = mode
         core.outputs.flush()
-        refuse_if_held(core)
+        core.refuse_if_held()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -53,11 +51,11 @@ class PauseWhenDrained(PerEngineCommand):
     future: Future[None]
 
     def start(self, core: EngineCore, future: Future[None]) -> None:
-        """Pauses; `settle` answers."""
+        """Pauses; `EngineCore.settle` answers."""
         core.stats.paused("wait")
         core.pauses.mode = "wait"
         core.pauses.wait(PendingDrain("pause_generation('wait')", future, is_pause=True))
-        refuse_if_held(core)
+        core.refuse_if_held()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +71,7 @@ class Continue(PerEngineCommand):
         core.stats.continued()
         why = "continue_generation ended the pause"
         core.pauses.refuse(core.scheduler.num_started, why, pauses_only=True)
-        _set_admission(core)
+        core.set_admission()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -91,14 +89,14 @@ class Drain(PerEngineCommand):
     future: Future[None]
 
     def start(self, core: EngineCore, future: Future[None]) -> None:
-        """Answers now, or leaves the answer to `settle`."""
+        """Answers now, or leaves the answer to `EngineCore.settle`."""
         drain = PendingDrain(f"{self.name}(mode='wait')", future, is_pause=False)
         # Without weights no request ever finishes, so there is nothing to wait for.
         if core.serving.are_held:
             core.pauses.wait(drain)
         else:
-            _drained(core, drain)
-        refuse_if_held(core)
+            core.drained(drain)
+        core.refuse_if_held()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -109,58 +107,4 @@ class EndDrain(PerEngineCommand):
 
     def run(self, core: EngineCore) -> None:
         """Starts requests again."""
-        end_drain(core)
-
-
-def end_drain(core: EngineCore) -> None:
-    """Starts requests again, unless there is a pause."""
-    core.pauses.end_update()
-    _set_admission(core)
-
-
-def settle(core: EngineCore) -> None:
-    """Answers the callers that wait for started requests, if none is left."""
-    if core.scheduler.num_started:
-        return
-    core.outputs.flush()
-    if core.pauses.has_pauses:
-        core.runner.kv_memory.wait()
-    for drain in core.pauses.take():
-        _drained(core, drain)
-    _set_admission(core)
-
-
-def _drained(core: EngineCore, drain: PendingDrain) -> None:
-    if not drain.is_pause:
-        core.pauses.is_drained = True
-    resolve(drain.future, None)
-
-
-def refuse_if_held(core: EngineCore) -> None:
-    """Refuses the callers that wait for started requests, if these cannot finish."""
-    num_started = core.scheduler.num_started
-    if num_started and core.is_held:
-        holder = f"pause_generation({core.pauses.mode!r})"
-        if not core.can_run:
-            holder = "sleep" if core.sleep_manager.asleep else "the want of weights"
-        core.pauses.refuse(num_started, f"{holder} keeps them from finishing")
-    _set_admission(core)
-
-
-def apply_pause_mode(core: EngineCore, mode: PauseMode, adapter: int | None = None) -> None:
-    """Ends, retracts or keeps requests, as the mode of a pause or update says.
-
-    Args:
-        core: The engine.
-        mode: Mode of the pause or update.
-        adapter: Slot of an adapter, to act only on its requests; None for all.
-    """
-    if mode == "abort":
-        reason = FinishReason("abort", message="generation was paused, or weights changed")
-        core.end([r for r in core.scheduler.requests() if adapter in (None, r.adapter)], reason)
-    elif mode == "retract":
-        core.retract_all(adapter)
-
-
-def _set_admission(core: EngineCore) -> None:
-    core.scheduler.admits_new = not core.pauses.holds_new_requests
+        core.end_drain()

@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from sgljax_engine.core.commands.pause import refuse_if_held
 from sgljax_engine.core.engine_core import EngineCore
 from sgljax_engine.core.sleep import HostCopies
 from sgljax_engine.core.transaction import GroupCommand
@@ -73,7 +72,7 @@ class Sleep(GroupCommand):
         core.counters.num_sleeps += 1
         core.counters.sleep_s += time.perf_counter() - started_s
         core.recorder.begin("asleep", {"level": self.level})
-        refuse_if_held(core)
+        core.refuse_if_held()
         return num_bytes
 
     def combine(self, answers: Sequence[int]) -> int:

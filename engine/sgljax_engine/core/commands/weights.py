@@ -11,7 +11,6 @@ from typing import Any
 import jax
 
 from sgljax_engine.core.command import PerEngineCommand
-from sgljax_engine.core.commands.pause import apply_pause_mode, end_drain
 from sgljax_engine.core.engine_core import EngineCore
 from sgljax_engine.core.serving import ServingWeights
 from sgljax_engine.core.transaction import GroupCommand
@@ -87,7 +86,7 @@ class Swap(GroupCommand):
             core.recorder.end("asleep")
         self._forget_computed(core, slot)
         core.stats.swapped(started_s, core.serving.version, self.mode)
-        end_drain(core)
+        core.end_drain()
         return core.serving.version
 
     def rollback(self, core: EngineCore, prepared: float | None, error: BaseException) -> None:
@@ -96,7 +95,7 @@ class Swap(GroupCommand):
         if isinstance(error, WeightsLostError):
             core.serving.were_lost(str(error))
             core.fail_all(EngineStateError(str(error)))
-        end_drain(core)
+        core.end_drain()
 
     def _forget_computed(self, core: EngineCore, slot: int | None) -> None:
         """Keeps the prefix cache from matching what other weights or another adapter computed.
@@ -106,7 +105,7 @@ class Swap(GroupCommand):
         """
         core.pool.reset_cache(slot)
         # "wait" found nobody to wait for, or no weights to wait under.
-        apply_pause_mode(core, "retract" if self.mode == "wait" else self.mode, slot)
+        core.apply_pause_mode("retract" if self.mode == "wait" else self.mode, slot)
         for request in core.scheduler.waiting:
             if not request.output_ids and slot in (None, request.adapter):
                 request.prompt_logprobs = None  # scored when it starts again
