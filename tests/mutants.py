@@ -95,9 +95,9 @@ MUTANTS = (
            "ranks.append((not is_probe, left, num_before[key], request.arrival, request))",
            ("tests/engine/test_start_order.py",),
            "the longest answers start last, and all other rows wait for them"),
-    Mutant("drafts-behind-the-stop", "scheduler", f"{_ENGINE}/runner/programs/verify.py",
-           "num_tokens = jnp.minimum(num_right, first_stop.astype(jnp.int32)) + 1",
-           "num_tokens = num_right + 1",
+    Mutant("drafts-behind-the-stop", "scheduler", f"{_ENGINE}/runner/programs/decode.py",
+           "num_tokens = jnp.where(active, jnp.minimum(num_right, first_stop) + 1, 0)",
+           "num_tokens = jnp.where(active, num_right + 1, 0)",
            ("tests/engine/test_speculation.py", "tests/engine/test_speculation_bits.py"),
            "with speculation an output goes on behind its stop token"),
     # ---------------------------------------------------------------- cache

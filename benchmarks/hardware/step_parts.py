@@ -35,7 +35,7 @@ from sgljax_engine import Engine, SamplingParams
 from sgljax_engine.attention.base import AttentionOptions, BlockTables, NewTokens
 from sgljax_engine.attention.cpu import NativeAttention
 from sgljax_engine.cache.kv_pages import LayerKV
-from sgljax_engine.layers.devices import is_own_cpu
+from sgljax_engine.layers.devices import compiler_options, is_own_cpu
 from sgljax_engine.layers.kernels import CpuKernels, Weight
 from sgljax_engine.models.spec import ModelContext
 from sgljax_engine.runner.compile.compiled import ProgramCall, ProgramState
@@ -44,7 +44,6 @@ from sgljax_engine.runner.programs.context import ProgramContext
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.sampling import sampler
 from sgljax_engine.sampling.sampler import Sampled
-from sgljax_engine.xla_options import compiler_options
 
 
 class Dispatch(NamedTuple):

@@ -7,10 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sgljax_engine import EngineConfig
-from sgljax_engine.attention import pallas
 from sgljax_engine.attention.base import NewTokens, Prologue
-from sgljax_engine.builder.group import build_shapes
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.kernels.gpu.linear import (
     MAX_TOKENS,
@@ -23,13 +20,10 @@ from sgljax_engine.kernels.gpu.linear import (
 from sgljax_engine.layers import fused
 from sgljax_engine.layers.rope import rope_tables, rope_timescales
 from sgljax_engine.runner.programs.attend import slots_at
-from sgljax_engine.runner.step_costs import verify_call
 from tests.engine.gpu_interpreted import FUSED, INVARIANT, use_gpu_kernels
 from tests.engine.gpu_interpreted import OPTIONS as GPU
-from tests.engine.models import TINY
 from tests.engine.paged_cases import OPTIONS, RaggedCase, case_of, greedy_tokens, spread
 from tests.engine.test_pallas_attention import needs_gpu
-from tests.geometry import SMALL
 
 QUICK_COMPILE = "interpreted kernels of GPUs, which no user compiles for CPUs"
 
@@ -191,25 +185,6 @@ def test_attention_of_projections(shape, options, has_norms, dtype, attention):
         expected[0][at, :, offset], expected[1][at, :, offset] = keys[-1], values[-1]
     for pages, wanted in zip(found, expected, strict=True):
         np.testing.assert_allclose(np.asarray(pages, np.float32), wanted, atol=TOLERANCES[dtype])
-
-
-def test_a_step_that_verifies_no_draft_is_fused(monkeypatch):
-    """As a step of decode: a token of each row, from its projections on."""
-    rows = []
-    original = pallas.decode_attention
-
-    def counted(q, *args, **options):
-        rows.append(len(q))
-        return original(q, *args, **options)
-
-    monkeypatch.setattr(pallas, "decode_attention", counted)
-    use_gpu_kernels(monkeypatch, fused.FusedProducts(interpret=True))
-    config = EngineConfig.from_options({**SMALL, **GPU, "speculation": "always"})
-    runner, _ = build_shapes(TINY, config, "float32", None)
-    size = runner.sizes_with_drafts[0]
-    call = verify_call(runner, size, 0, width=0)
-    runner.programs.lower(call, runner.kv_memory.state(runner.weights))
-    assert set(rows) == {size}  # other widths have blocks
 
 
 @pytest.mark.soak
