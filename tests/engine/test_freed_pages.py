@@ -7,9 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sgljax_engine.attention.batch_invariant import ordered_backend
 
 from sgljax_engine.attention.base import AttentionOptions
-from sgljax_engine.attention.batch_invariant import ordered_backend
 from sgljax_engine.attention.cpu import native_attention
 from sgljax_engine.attention.pallas import PallasAttention
 from sgljax_engine.attention.registry import PORTABLE

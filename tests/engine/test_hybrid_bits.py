@@ -26,13 +26,13 @@ from tests.engine.determinism_cases import (
     make_engine,
     requests,
     run,
-    using,
 )
 from tests.engine.exactness_checks import check_bits
 from tests.engine.models import HYBRID, spread_weights
 from tests.engine.native_cases import needs_machine_code
 from tests.engine.test_delta_rule import NET, random_tokens, reference
 from tests.geometry import RETRACTING
+from tests.tiers import tiered
 
 MODEL = dataclasses.replace(HYBRID, eos_token_ids=(5,))
 ASKED = [
@@ -51,13 +51,7 @@ LARGE = dataclasses.replace(NET, key_dim=20, value_dim=144)
 
 
 @pytest.fixture(scope="module")
-def backend(request):
-    with using(request.param) as name:
-        yield name
-
-
-@pytest.fixture(scope="module")
-def alone(backend):
+def alone():
     """Each request by itself, a token a dispatch."""
     with make_engine(UNCACHED, MODEL) as engine:
         found = run(engine, ASKED, Way({}))
@@ -65,18 +59,10 @@ def alone(backend):
     return found
 
 
+@needs_machine_code
 class TestEngine:
-    @pytest.mark.parametrize(
-        ("backend", "drafts"),
-        [
-            pytest.param("native", "off", marks=pytest.mark.slow),
-            pytest.param("native", "always", marks=pytest.mark.soak),
-            pytest.param("portable", "off", marks=pytest.mark.soak),
-            pytest.param("portable", "always", marks=pytest.mark.soak),
-        ],
-        indirect=["backend"],
-    )
-    def test_no_bit_differs(self, backend, alone, drafts):
+    @pytest.mark.parametrize("drafts", tiered(["off", "always"], [], ["off"]))
+    def test_no_bit_differs(self, alone, drafts):
         """Batches, chunks, interruptions, retraction; the second time from kept states."""
         with make_engine({**RETRACTING, "speculation": drafts}, MODEL) as engine:
             for _ in range(2):
@@ -87,10 +73,7 @@ class TestEngine:
         assert counters.num_retractions > 0
         assert drafts == "off" or 0 < counters.num_accepted_tokens < counters.num_draft_tokens
 
-    @pytest.mark.parametrize(
-        "backend", ["native", pytest.param("portable", marks=pytest.mark.soak)], indirect=True
-    )
-    def test_a_turn_that_goes_on_from_its_state(self, backend, alone):
+    def test_a_turn_that_goes_on_from_its_state(self, alone):
         """A sampled token's log-prob equals its score as part of a prompt's answer."""
         asked, bits = ASKED[1], alone[1]
         tokens = asked.prompt + list(bits.tokens)
@@ -107,8 +90,8 @@ class TestEngine:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("backend", ["native"], indirect=True)
-def test_drafts_where_ranks_are_not_promoted(backend, alone):
+@needs_machine_code
+def test_drafts_where_ranks_are_not_promoted(alone):
     """As a host process may set JAX."""
     before = jax.config.jax_numpy_rank_promotion  # type: ignore[attr-defined]
     jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
+from sgljax_engine.attention.batch_invariant import ordered_backend
 
 from sgljax_engine import Engine, InvalidConfigError
 from sgljax_engine.attention import pallas
 from sgljax_engine.attention.base import AttentionBackend, BlockTables
-from sgljax_engine.attention.batch_invariant import ordered_backend
 from sgljax_engine.attention.pallas import PallasAttention, gpu_backend
 from sgljax_engine.attention.registry import pick_attention
 from sgljax_engine.cache.kv_pages import KVPages, LayerKV

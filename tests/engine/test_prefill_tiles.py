@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sgljax_engine.attention.batch_invariant import ordered_backend
 
 from sgljax_engine.attention import pallas
 from sgljax_engine.attention.base import AttentionBackend, AttentionOptions, BlockTables
-from sgljax_engine.attention.batch_invariant import ordered_backend
 from sgljax_engine.attention.pallas import PallasAttention
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.kernels.gpu.paged_attention import HEAD_DIMS, Scores, paged_attention
