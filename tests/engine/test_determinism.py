@@ -12,9 +12,7 @@ from jax.sharding import Mesh
 
 import sgljax_cpu
 from sgljax_engine import Engine, EngineConfig, InvalidConfigError
-from sgljax_engine.attention.pallas import PallasAttention
 from sgljax_engine.builder.backends import engine_backends
-from sgljax_engine.layers.invariant import InvariantKernels
 from sgljax_engine.placement.submeshes import place
 from sgljax_engine.preview import preview_engine
 from tests.engine.determinism_cases import (
@@ -32,11 +30,9 @@ from tests.engine.determinism_cases import (
 from tests.engine.exactness_checks import check_bits
 from tests.engine.interrupts import wait_until
 from tests.engine.models import (
-    HYBRID,
     MIXED_HEADS,
     SHARED_KEYS,
     TINY,
-    TINY_MOE,
     spread_weights,
 )
 from tests.engine.native_cases import needs_machine_code
@@ -217,8 +213,7 @@ def test_the_comparison_finds_what_is_not_deterministic(monkeypatch):
 
 
 NOT_HERE = "^enable_deterministic_sampling cannot be had here: "
-PRODUCTS = NOT_HERE + r"XLA's products .* are for one CPU \({}\) and for one GPU"
-KERNELS = NOT_HERE + "the kernels with a fixed order do not take "
+PRODUCTS = NOT_HERE + "XLA's products add in an order .* linear_backend '{}' is not used, since {}"
 TPU: dict[str, Any] = {"platform": "tpu", "is_own_cpu": False, "packs_weights": False}
 GPU: dict[str, Any] = {**TPU, "platform": "gpu", "compute_capability": "9.0"}
 SERVED = dataclasses.replace(TINY, hidden_size=128, intermediate_size=256, head_dim=128)
@@ -230,65 +225,45 @@ SERVED = dataclasses.replace(TINY, hidden_size=128, intermediate_size=256, head_
     [
         pytest.param(
             *(MODEL, {"num_devices": 2, "packs_weights": False}, {}),
-            PRODUCTS.format("it is for one device, the engine has 2"),
+            PRODUCTS.format("native", "it is for one device, the engine has 2"),
             id="several CPU devices",
         ),
-        pytest.param(MODEL, TPU, {}, PRODUCTS.format("it is for CPUs, .* 'tpu'"), id="TPU"),
+        pytest.param(MODEL, TPU, {}, PRODUCTS.format("native", "it is for CPUs"), id="TPU"),
         pytest.param(
             *(MODEL, {**GPU, "compute_capability": "8.0"}, {}),
-            PRODUCTS.format("it is for CPUs, .* 'gpu'"),
+            PRODUCTS.format("pallas", "it is 'auto'"),
             id="another GPU",
         ),
         pytest.param(
             *(MODEL, {**GPU, "num_tensor_shards": 2}, {}),
-            PRODUCTS.format("it is for CPUs, .* 'gpu'"),
+            PRODUCTS.format("pallas", "it is for one device, .* over 2"),
             id="several GPUs",
         ),
         pytest.param(
             *(MODEL, {"packs_weights": False}, {"linear_backend": "xla"}),
-            PRODUCTS.format("linear_backend leaves them out"),
+            PRODUCTS.format("native", "it is 'xla'"),
             id="XLA's products",
             marks=needs_machine_code,
         ),
         pytest.param(
             *(dataclasses.replace(MODEL, head_dim=12), {}, {}),
-            NOT_HERE + r"attention .* 'native'; it needs a head_dim .* of (8|16), got 12",
+            NOT_HERE + "attention_backend 'native' is not used, since .* head_dim .*, got 12",
             id="head_dim on a CPU",
             marks=needs_machine_code,
         ),
         pytest.param(
             *(dataclasses.replace(SERVED, head_dim=80), GPU, {}),
-            NOT_HERE + "attention in a fixed order is 'pallas'; it needs .* 80",
+            NOT_HERE + "attention_backend 'pallas' is not used, since .* head_dim .*, got 80",
             id="head_dim on a GPU",
-        ),
-        pytest.param(TINY_MOE, GPU, {}, KERNELS + "experts", id="experts"),
-        pytest.param(HYBRID, GPU, {}, KERNELS + "recurrent states", id="states"),
-        pytest.param(SHARED_KEYS, GPU, {}, KERNELS + "keys that several", id="shared keys"),
-        pytest.param(SERVED, GPU, {"max_loras": 1}, KERNELS + "adapters", id="adapters"),
-        pytest.param(
-            *(SERVED, GPU, {"quantization": "int8"}), KERNELS + "quantization 'int8'", id="int8"
-        ),
-        pytest.param(
-            *(SERVED, {**GPU, "dtype": "float16"}, {}),
-            KERNELS + "projections of these sizes and this dtype",
-            id="dtype",
         ),
     ],
 )
 def test_refusals(model, target, options, message):
+    """Models that one GPU does not take are in `test_gpu_invariant`."""
     config = EngineConfig.from_options({"enable_deterministic_sampling": True, **options})
     here = place(model, None, "float32", runtime=config.runtime).whole.target
     with pytest.raises(InvalidConfigError, match=message):
         engine_backends(config, model, here._replace(**target))
-
-
-def test_one_gpu_has_other_kernels():
-    config = EngineConfig.from_options({"enable_deterministic_sampling": True})
-    here = place(SERVED, None, "bfloat16").whole.target
-    kernels, attention = engine_backends(config, SERVED, here._replace(**GPU))
-    assert isinstance(kernels, InvariantKernels)
-    assert isinstance(attention, PallasAttention)
-    assert attention.is_invariant
 
 
 def test_refused_without_jit_compiled_kernels(monkeypatch):
@@ -297,7 +272,7 @@ def test_refused_without_jit_compiled_kernels(monkeypatch):
     options = {"enable_deterministic_sampling": True}
     twice = Mesh(np.array(jax.devices()[:1] * 2), ("tp",))
     for mesh, why in ((None, "planted"), (twice, "it is for one device, the engine has 2")):
-        with pytest.raises(InvalidConfigError, match=PRODUCTS.format(why)):
+        with pytest.raises(InvalidConfigError, match=PRODUCTS.format("native", why)):
             preview_engine(MODEL, mesh=mesh, config=EngineConfig.from_options(options))
-    with pytest.raises(InvalidConfigError, match=PRODUCTS.format("planted")):
+    with pytest.raises(InvalidConfigError, match=PRODUCTS.format("native", "planted")):
         Engine(model_config=MODEL, **options)

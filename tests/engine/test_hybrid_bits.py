@@ -15,7 +15,7 @@ from jax import lax
 from sgljax_engine.cache.layer_states import state_shapes
 from sgljax_engine.layers import delta_net
 from sgljax_engine.layers.delta_net import Heads, TokenTerms
-from sgljax_engine.layers.kernels import CpuKernels, Kernels, XlaKernels
+from sgljax_engine.layers.kernels import CpuKernels
 from sgljax_engine.model_config import LinearAttentionConfig
 from sgljax_engine.runner.batches.page_ids import NO_SLOT
 from sgljax_engine.xla_options import compiler_options
@@ -42,10 +42,6 @@ ASKED = [
 ][:12]
 UNCACHED: dict[str, Any] = {**ALONE, "disable_radix_cache": True}
 
-KERNELS = [
-    pytest.param(CpuKernels(), marks=needs_machine_code),
-    pytest.param(XlaKernels(), marks=pytest.mark.slow),
-]
 LARGE = dataclasses.replace(NET, key_dim=20, value_dim=144)
 """More columns than are summed at once, and a partly filled last vector of keys."""
 
@@ -103,9 +99,9 @@ def test_drafts_where_ranks_are_not_promoted(alone):
         jax.config.update("jax_numpy_rank_promotion", before)
 
 
-def rule_of(kernels: Kernels, net: LinearAttentionConfig) -> Any:
+def rule_of(net: LinearAttentionConfig) -> Any:
     return jax.jit(
-        lambda states, tokens: kernels.delta_rule(states, tokens, net.head_sizes),
+        lambda states, tokens: CpuKernels().delta_rule(states, tokens, net.head_sizes),
         compiler_options=compiler_options(True),
     )
 
@@ -115,11 +111,11 @@ def terms_of(*arrays: np.ndarray) -> TokenTerms:
     return TokenTerms(*map(jnp.asarray, arrays))
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@needs_machine_code
 class TestRule:
-    def test_against_float64_and_at_any_cut(self, kernels):
+    def test_against_float64_and_at_any_cut(self):
         arrays = random_tokens(90)
-        expected, rule = reference(*arrays), rule_of(kernels, NET)
+        expected, rule = reference(*arrays), rule_of(NET)
         q, k, v, decay, rate = arrays
         heads = np.concatenate([x.reshape(len(x), -1) for x in (q, k, v)], axis=1)
         whole = None
@@ -139,7 +135,7 @@ class TestRule:
             np.testing.assert_array_equal(outs, whole)
             assert np.isnan(np.asarray(states)[:-1]).all()
 
-    def test_sequences_side_by_side(self, kernels):
+    def test_sequences_side_by_side(self):
         """Tokens of two slots in turns, and of none; sizes that fill no vector."""
         net, rng = LARGE, np.random.default_rng(0)
         groups, ratio = net.num_key_heads, net.ratio
@@ -151,7 +147,7 @@ class TestRule:
         slots = np.array([2, 0, 2, NO_SLOT] * 3, np.int32)
         is_first = np.arange(12) < 2
         states = jnp.full((3, *state_shapes(net, 1)[1][1:]), 7.0)
-        new, out = rule_of(kernels, net)(states, terms_of(heads, decay, rate, slots, is_first))
+        new, out = rule_of(net)(states, terms_of(heads, decay, rate, slots, is_first))
         for slot in (0, 2):
             own = slots == slot
             expected = jnp.zeros((1, *states.shape[1:]))
@@ -163,17 +159,17 @@ class TestRule:
         assert (np.asarray(new)[1] == 7.0).all()
         assert not np.asarray(out)[slots == NO_SLOT].any()
 
-    def test_heads(self, kernels):
+    def test_heads(self):
         """Convolution, silu and norms against float64; the same bits in blocks and alone."""
         rng = np.random.default_rng(0)
         weight = rng.standard_normal((LARGE.num_channels, LARGE.conv_size)).astype(np.float32)
         window = rng.standard_normal((3, 8, LARGE.num_channels)).astype(np.float32)
 
         @jax.jit
-        def heads(window, is_used):
-            return kernels.net_heads(window, weight, LARGE.head_sizes, is_used)
+        def heads(window):
+            return CpuKernels().net_heads(window, weight, LARGE.head_sizes)
 
-        found = np.asarray(heads(window, np.ones((3, 5), bool)))
+        found = np.asarray(heads(window))
         taps = lax.broadcasted_iota(jnp.int32, (5, 4), 0) + np.arange(4, dtype=np.int32)[None]
         x = np.einsum("ntwc,cw->ntc", window[:, np.asarray(taps)].astype(np.float64), weight)
         x = x / (1 + np.exp(-x))
@@ -184,5 +180,5 @@ class TestRule:
         expected = np.concatenate([part.reshape(3, 5, -1) for part in parts], axis=-1)
         np.testing.assert_allclose(found, expected, atol=2e-6)
         for token in range(5):
-            one = heads(window[:1, token : token + 4], np.ones((1, 1), bool))
+            one = heads(window[:1, token : token + 4])
             np.testing.assert_array_equal(one[0, 0], found[0, token])

@@ -48,7 +48,7 @@ def engine_backends(config: EngineConfig, model: ModelConfig, target: Target) ->
     if runtime.enable_deterministic_sampling and attention.name == "xla":
         own = "native" if target.platform == "cpu" else "pallas"
         problem = attention_problem(own, target, model.head_dims)
-        raise _not_deterministic(f"attention in a fixed order is {own!r}; {problem}")
+        raise _not_deterministic(f"attention_backend {own!r} is not used, since {problem}")
     return Backends(kernels, attention)
 
 
@@ -58,10 +58,14 @@ def _batch_invariant(
     if kernels.is_batch_invariant:
         return kernels
     if kernels.fused is None:
-        problem = target.cpu_kernels_problem() or "linear_backend leaves them out"
+        own, problem = "native", target.cpu_kernels_problem()
+        if target.platform == "gpu":
+            from sgljax_engine.layers.fused import fused_problem
+
+            own, problem = "pallas", fused_problem(target)
         raise _not_deterministic(
-            "XLA's products add in an order that depends on the batch; kernels with a fixed order "
-            f"are for one CPU ({problem}) and for one GPU with linear_backend 'pallas'"
+            "XLA's products add in an order that depends on the batch, and linear_backend "
+            f"{own!r} is not used, since {problem or f'it is {config.runtime.linear_backend!r}'}"
         )
     from sgljax_engine.layers.invariant import InvariantKernels, is_served
 

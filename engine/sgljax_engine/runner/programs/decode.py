@@ -151,7 +151,6 @@ def _next_logits(
     of_windows = None if rows.window_table is None else slots_in(rows.window_table)
     pages = Pages.make(tables, slots_in(rows.page_table), rows.window_table, of_windows)
     context, net = static.context, static.context.config.linear_attention
-    by_token = static.recur_kernels is not None
     tokens = Pass(
         carry.input_ids,
         positions,
@@ -159,7 +158,7 @@ def _next_logits(
         carry.caches,
         rows.adapters,
         active if context.has_experts else None,
-        None if net is None else row_recur(net, active, context.kernels, by_token=by_token),
+        None if net is None else row_recur(net, active, context.kernels),
     )
     out = static.model.forward(params, context, tokens)
     return static.model.logits(params, context, out.hidden, rows.adapters), out, pages.slots
