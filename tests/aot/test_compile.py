@@ -94,7 +94,7 @@ def test_programs_of_a_chip(topology, shape):
     assert found["needed_bytes"] < CHIPS[topology[:3]].usable_bytes
 
     # The kernel for TPUs, once a layer: nothing copies pages or weights, or needs much memory.
-    assert preview["decode_attention"] == preview["prefill_attention"] == "tpu"
+    assert preview["attention"] == "tpu"
     assert sum(call["count"] for call in programs["decode"]["kernels"]) == TWO_LAYERS.num_layers
     assert programs["decode"]["copies"] == []
     assert decode["temp_bytes"] < 2**26

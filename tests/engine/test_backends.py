@@ -103,7 +103,7 @@ def test_accelerators_have_portable_code(platform):
     assert found.kernels == XlaKernels(
         heads=TpuHeads() if has_heads else None, has_ragged_dot=has_heads
     )
-    assert pick_kernels("xla", target).kernels == XlaKernels()
+    assert pick_kernels("xla", target).kernels == XlaKernels(has_ragged_dot=has_heads)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sgljax_engine.attention.base import Projections, Prologue
+from sgljax_engine import EngineConfig
+from sgljax_engine.attention import pallas
+from sgljax_engine.attention.base import NewTokens, Prologue
+from sgljax_engine.builder.group import build_shapes
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.kernels.gpu.linear import (
     MAX_TOKENS,
@@ -19,10 +22,14 @@ from sgljax_engine.kernels.gpu.linear import (
 )
 from sgljax_engine.layers import fused
 from sgljax_engine.layers.rope import rope_tables, rope_timescales
-from tests.engine.gpu_interpreted import ATTENTION, use_gpu_kernels
+from sgljax_engine.runner.programs.attend import slots_at
+from sgljax_engine.runner.step_costs import verify_call
+from tests.engine.gpu_interpreted import FUSED, INVARIANT, use_gpu_kernels
 from tests.engine.gpu_interpreted import OPTIONS as GPU
+from tests.engine.models import TINY
 from tests.engine.paged_cases import OPTIONS, RaggedCase, case_of, greedy_tokens, spread
 from tests.engine.test_pallas_attention import needs_gpu
+from tests.geometry import SMALL
 
 QUICK_COMPILE = "interpreted kernels of GPUs, which no user compiles for CPUs"
 
@@ -149,10 +156,17 @@ def before(case: RaggedCase, *, has_norms: bool) -> tuple[list[jax.Array], Prolo
 
 
 @pytest.mark.parametrize(
-    ("shape", "options", "has_norms", "dtype"),
-    spread(list(SHAPES), list(OPTIONS), [True, False], [jnp.float32, jnp.bfloat16], road="other"),
+    ("shape", "options", "has_norms", "dtype", "attention"),
+    spread(
+        list(SHAPES),
+        list(OPTIONS),
+        [True, False],
+        [jnp.float32, jnp.bfloat16],
+        [FUSED, INVARIANT, FUSED],
+        road="other",
+    ),
 )
-def test_attention_of_projections(shape, options, has_norms, dtype):
+def test_attention_of_projections(shape, options, has_norms, dtype, attention):
     """Outputs, the new keys and values in their pages, and nothing else changed there."""
     lengths = (1, 16, 17, 33, 290)
     case = case_of(SHAPES[shape], dtype, lengths)
@@ -160,12 +174,15 @@ def test_attention_of_projections(shape, options, has_norms, dtype):
     case = case._replace(queries=np.array(case.queries), keys=copies[0], values=copies[1])
     new, prologue, layer = before(case, has_norms=has_norms)
 
+    tables = case.tables
+    slots = slots_at(tables.page_table, tables.positions[:, 0], tables.kv_lens > 0, layer.page_size)
+
     @jax.jit
     def attend(new, layer, tables):
-        projections = Projections(new[0], new[1], new[2], prologue)
-        return ATTENTION.from_projections(projections, layer, tables, OPTIONS[options])
+        tokens = NewTokens(new[0], new[1], new[2], prologue)
+        return attention.write_and_attend(tokens, layer, tables, slots, OPTIONS[options])
 
-    out, found = attend(new, layer, case.tables)
+    out, found = attend(new, layer, tables)
     case.check(np.asarray(out, np.float32)[:, None], OPTIONS[options], atol=2 * TOLERANCES[dtype])
     expected = [np.array(each, np.float32) for each in layer]
     for i, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
@@ -174,6 +191,25 @@ def test_attention_of_projections(shape, options, has_norms, dtype):
         expected[0][at, :, offset], expected[1][at, :, offset] = keys[-1], values[-1]
     for pages, wanted in zip(found, expected, strict=True):
         np.testing.assert_allclose(np.asarray(pages, np.float32), wanted, atol=TOLERANCES[dtype])
+
+
+def test_a_step_that_verifies_no_draft_is_fused(monkeypatch):
+    """As a step of decode: a token of each row, from its projections on."""
+    rows = []
+    original = pallas.decode_attention
+
+    def counted(q, *args, **options):
+        rows.append(len(q))
+        return original(q, *args, **options)
+
+    monkeypatch.setattr(pallas, "decode_attention", counted)
+    use_gpu_kernels(monkeypatch, fused.FusedProducts(interpret=True))
+    config = EngineConfig.from_options({**SMALL, **GPU, "speculation": "always"})
+    runner, _ = build_shapes(TINY, config, "float32", None)
+    size = runner.sizes_with_drafts[0]
+    call = verify_call(runner, size, 0, width=0)
+    runner.programs.lower(call, runner.kv_memory.state(runner.weights))
+    assert rows == [size]  # layers are traced together, and other widths have blocks
 
 
 @pytest.mark.soak

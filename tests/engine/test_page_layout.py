@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,6 @@ import pytest
 
 from sgljax_engine import Engine, SamplingParams
 from sgljax_engine.attention import tpu
-from sgljax_engine.attention.tpu import TpuAttention, backend_of
 from sgljax_engine.cache.kv_pages import PageLayout, kv_bytes_per_token
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.geometry import SMALL
@@ -56,9 +56,10 @@ def test_bytes_count_what_is_stored():
 def test_pages_move_between_layouts(tmp_path, monkeypatch):
     """Sleep and checkpoints of an engine with packed pages; another has one head a row."""
     model = dataclasses.replace(TINY, num_layers=1)
-    interpreted = backend_of(TpuAttention(interpret=True), model.head_dims)
-    assert interpreted.heads_per_row == 8
-    monkeypatch.setattr(tpu, "tpu_backend", lambda *_: interpreted)
+    assert tpu.heads_per_row(model.head_dim) == 8
+    monkeypatch.setattr(tpu, "tpu_problem", lambda *_: None)
+    interpreted = functools.partial(tpu.tpu_attention, interpret=True)
+    monkeypatch.setattr(tpu, "tpu_attention", interpreted)
     prompts = random_prompts(3, 20, 30, seed=4)
     params = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
 
@@ -78,6 +79,7 @@ def test_pages_move_between_layouts(tmp_path, monkeypatch):
 
     with make("tpu") as engine:
         expected, cached = generate(engine)
+        scores = engine.score(prompts)
         assert cached == [0, 0, 0]
         again, kept = generate(engine)
         assert again == expected
@@ -87,4 +89,7 @@ def test_pages_move_between_layouts(tmp_path, monkeypatch):
         assert generate(engine) == (expected, kept)
         engine.save_checkpoint(tmp_path / "first", include_kv=True)
     assert restored("xla", "first") == (expected, kept)
+    with make("xla") as engine:  # a score's own pages are packed too
+        for some, others in zip(engine.score(prompts), scores, strict=True):
+            np.testing.assert_allclose(some, others, atol=1e-4)
     assert restored("tpu", "xla") == (expected, kept)

@@ -83,7 +83,6 @@ import jax, numpy as np
 import flax.nnx as nnx
 from sgljax_engine import EngineConfig
 from sgljax_engine.builder.group import build_shapes
-from sgljax_engine.layers.basic import Layout
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.preview import preview_engine
 from sgljax_engine.placement import shardings, submeshes
@@ -117,9 +116,8 @@ engine = EngineConfig.from_options(options)
 Placement = shardings.Placement
 Placement.platform = property(lambda self: "tpu")
 Placement.is_own_cpu = property(lambda self: False)
-submeshes.default_layout = lambda platform: Layout.TOKENS_FIRST
 preview = preview_engine(model, mesh=mesh, config=engine)
-assert (preview.platform, preview.prefill_attention, preview.linear) == ("tpu", "tpu", "xla")
+assert (preview.platform, preview.attention, preview.linear) == ("tpu", "tpu", "xla")
 # Simulated devices have no Mosaic: the programs are lowered with portable code.
 portable = {"attention_backend": "xla", "linear_backend": "xla"}
 engine = EngineConfig.from_options(options | portable)

@@ -63,9 +63,9 @@ class ChunkTerms(NamedTuple):
 class TokenTerms(NamedTuple):
     """Tokens of some sequences, those of a sequence in order, for the rule token by token.
 
-    Shape: heads: [T, C] float32, of `sgljax_cpu.net_heads`. decay, rate: [T, V] float32. slots: [T] int32, the
-        state of each; beyond the pool for what is no token. is_first: [T] bool, whether its state
-        begins with it, from zeros.
+    Shape: heads: [T, C] float32, of `CpuKernels.net_heads`. decay, rate: [T, V] float32. slots:
+        [T] int32, the state of each; beyond the pool for what is no token. is_first: [T] bool,
+        whether its state begins with it, from zeros.
     """
 
     heads: jax.Array

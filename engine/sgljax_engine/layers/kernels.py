@@ -77,7 +77,7 @@ class Kernels(Protocol):
         ...
 
     def unembed(self, table_VD: Weight, hidden_TD: jax.Array) -> jax.Array:
-        """Logits [T, V] float32, the same bits for a token whatever T is."""
+        """Logits [T, V] float32."""
         ...
 
     def embed(self, table_VD: Weight, ids_T: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -409,8 +409,9 @@ def pick_kernels(name: str, target: Target) -> LinearBackend:
             return LinearBackend("pallas", XlaKernels(fused=FusedProducts()))
     is_cpu = name == "auto" and target.platform == "cpu"
     mesh = target.mesh if target.num_tensor_shards > 1 else None
+    kernels = XlaKernels(mesh, has_ragged_dot=target.platform == "tpu")
     if name == "auto" and target.platform == "tpu":
         from sgljax_engine.layers.tpu import TpuHeads
 
-        return LinearBackend("xla", XlaKernels(mesh, heads=TpuHeads(mesh), has_ragged_dot=True))
-    return LinearBackend("xla", XlaKernels(mesh), problem if is_cpu else None)
+        kernels = dataclasses.replace(kernels, heads=TpuHeads(mesh))
+    return LinearBackend("xla", kernels, problem if is_cpu else None)
