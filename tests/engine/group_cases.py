@@ -183,7 +183,7 @@ class KernelCase(NamedTuple):
         return cls(placement, kv, q, (k, v), (pages[0], pages[1]), tables)
 
     def write_and_attend(self, attention: Attention, layer: LayerKV) -> tuple[Any, LayerKV]:
-        """By kernels that find the slots by themselves."""
+        """The output and the pages, of kernels that find the slots by themselves."""
         new = NewTokens(*(x.reshape(-1, *x.shape[2:]) for x in (self.q, *self.new)))
         slots, options = np.zeros(len(new.q), np.int32), AttentionOptions(scale=0.1)
         call = jax.jit(attention.write_and_attend, static_argnums=4)

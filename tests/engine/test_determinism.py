@@ -267,7 +267,7 @@ def test_refusals(model, target, options, message):
 
 
 def test_refused_without_jit_compiled_kernels(monkeypatch):
-    """By an engine, and by whoever asks what it would use."""
+    """An engine refuses it, and so does the preview of one."""
     monkeypatch.setattr(sgljax_cpu, "unavailable", lambda: "planted")
     options = {"enable_deterministic_sampling": True}
     twice = Mesh(np.array(jax.devices()[:1] * 2), ("tp",))
