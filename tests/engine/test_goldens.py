@@ -71,16 +71,20 @@ def strict_ranks(name):
 
 
 @pytest.mark.usefixtures("strict_ranks")
+@pytest.mark.parametrize("drafts", tiered(["off", "always"], [], ["off"]))
 @pytest.mark.parametrize("name", tiered(PORTABLE, [], ["qwen2_bias_untied"]))
-def test_without_jit_compiled_kernels(name, monkeypatch):
-    """XLA's products and attention, as on accelerators."""
+def test_without_jit_compiled_kernels(name, drafts, monkeypatch):
+    """XLA's products and attention, as on accelerators; with drafts that are right, too."""
     monkeypatch.setattr(sgljax_cpu, "unavailable", lambda: "this is a test of what else there is")
     golden = np.load(GOLDEN / name / "golden.npz")
-    with Engine(GOLDEN / name, dtype="float32", **SMALL) as engine:
+    with Engine(GOLDEN / name, dtype="float32", speculation=drafts, **SMALL) as engine:
         static = inside.runner(engine)._static
         assert isinstance(static.context.kernels, XlaKernels)
         assert isinstance(static.attention, XlaAttention)
         check_golden(engine, golden)
+        if drafts == "always":
+            check_golden(engine, golden)
+            assert engine.get_internal_state().counters.num_accepted_history > 100
         check_golden_scores(engine, golden)
 
 

@@ -250,7 +250,7 @@ class TestKnownPlan:
         assert 0 < many - few <= 8
 
 
-FORMS = (Form.LOGICAL, Form.PANELS, Form.PANELS)
+FORMS = (Form.LOGICAL, Form.PANELS, Form.TABLE_PANELS)
 LAYERS = {f"model.layers.{i}.w": target((5, 12), form=form) for i, form in enumerate(FORMS)}
 
 
