@@ -22,7 +22,7 @@ from benchmarks.lib.shapes import IdTokenizer
 from benchmarks.lib.turns import timed
 from sgljax_engine import SamplingParams
 from sgljax_engine.attention import pallas
-from sgljax_engine.builder import parts
+from sgljax_engine.builder import backends
 from sgljax_engine.kernels.gpu import linear
 from sgljax_engine.layers.fused import FusedProducts
 from sgljax_engine.layers.invariant import InvariantKernels
@@ -145,7 +145,7 @@ def use(fused: FusedProducts | None, *, is_smoke: bool) -> str:
     if fused is not None and is_smoke:
         fused = dataclasses.replace(fused, interpret=True)
     kernels = XlaKernels(fused=fused)
-    parts.pick_kernels = lambda name, target: LinearBackend(name, kernels)
+    backends.pick_kernels = lambda name, target: LinearBackend(name, kernels)
     if not is_smoke:
         return "pallas"
     made = InvariantKernels.make(interpret=True)

@@ -28,5 +28,5 @@ def use_gpu_kernels(patch: pytest.MonkeyPatch, products: fused.FusedProducts | N
     attention = functools.partial(pallas.gpu_attention, interpret=True)
     patch.setattr(pallas, "gpu_problem", lambda target, head_dims: None)
     patch.setattr(pallas, "gpu_attention", attention)
-    patch.setattr("sgljax_engine.builder.parts.pick_kernels", pick)
+    patch.setattr("sgljax_engine.builder.backends.pick_kernels", pick)
     patch.setattr(invariant.InvariantKernels, "make", lambda: made)

@@ -174,8 +174,7 @@ def test_sources_with_unlike_rules_are_refused():
 # ------------------------------------------------------------------ padding
 
 
-@pytest.mark.parametrize("is_deterministic", [False, True])
-def test_every_program_says_which_tokens_are_used(is_deterministic, monkeypatch):
+def test_every_program_says_which_tokens_are_used(monkeypatch):
     said: list[bool] = []
 
     def watched(x_TD, routing, experts, is_used, options):
@@ -183,10 +182,9 @@ def test_every_program_says_which_tokens_are_used(is_deterministic, monkeypatch)
         return mix(x_TD, routing, experts, is_used, options)
 
     monkeypatch.setattr(mixture, "mix", watched)
-    # no engine, only its traces
-    more = {"max_model_len": 64, "enable_deterministic_sampling": is_deterministic}
     model = dataclasses.replace(TINY_MOE, vocab_size=120)  # that no other test has traced
-    runner, _ = build_shapes(model, EngineConfig.from_options({**SMALL, **more}), "float32", None)
+    config = EngineConfig.from_options({**SMALL, "max_model_len": 64})  # no engine, only its traces
+    runner, _ = build_shapes(model, config, "float32", None)
     state = runner.kv_memory.state(runner.weights)
     for call in warm_calls(runner, include_score=True, include_table=False):
         before = len(said)

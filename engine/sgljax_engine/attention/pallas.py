@@ -58,7 +58,7 @@ class PallasAttention:
 
     @property
     def takes_projections(self) -> bool:
-        """See `Attention`."""
+        """Whether it is fused or invariant, see `Attention`."""
         return self.is_fused or self.is_invariant
 
     def attend(

@@ -8,14 +8,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import sgljax_cpu
-from sgljax_engine.attention.base import Attention
-from sgljax_engine.attention.registry import attention_problem, engine_attention
+from sgljax_engine.builder.backends import engine_backends
 from sgljax_engine.builder.program_memory import program_bytes
 from sgljax_engine.cache.window import NUM_NULL
 from sgljax_engine.cache.zeros import MakeZeros, shape_of_zeros
 from sgljax_engine.config import TOKEN_BLOCK, EngineConfig
-from sgljax_engine.errors import InvalidConfigError
-from sgljax_engine.layers.kernels import CpuKernels, Kernels, pick_kernels
+from sgljax_engine.layers.kernels import CpuKernels
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ModelContext, ModelDefinition
@@ -178,11 +176,10 @@ def _program_context(
     placement: Placement,
     slots: AdapterSlots | None,
 ) -> ProgramContext:
-    kernels = pick_kernels(config.runtime.linear_backend, placement.target).kernels
-    is_native = isinstance(kernels, CpuKernels)
-    if is_native:
+    backends = engine_backends(config, model, placement.target)
+    kernels, attention = backends
+    if backends.is_native:
         kernels = CpuKernels(_partial_outputs(definition, model, placement, slots))
-    kernels, attention = with_attention(kernels, config, model, placement)
     drafts = config.speculation
     return ProgramContext(
         model=definition,
@@ -199,73 +196,14 @@ def _program_context(
         page_layouts=placement.page_layouts(model, attention.heads_per_row),
         max_steps=config.scheduler.decode_steps,
         prefill_pass=prefill_pass(placement.platform),
-        sampler=NATIVE if is_native else XLA,
+        sampler=NATIVE if backends.is_native else XLA,
         num_vocab_shards=placement.num_tensor_shards,
         drafts=DraftContext(
             drafts.speculative_num_draft_tokens if drafts.speculation != "off" else 0,
             max_step_tokens(placement.platform),
-            sgljax_cpu.longest_match if is_native else search_text,
+            sgljax_cpu.longest_match if backends.is_native else search_text,
         ),
     )
-
-
-def with_attention(
-    kernels: Kernels, config: EngineConfig, model: ModelConfig, placement: Placement
-) -> tuple[Kernels, Attention]:
-    """The kernels, in deterministic mode those with a fixed order, and attention beside them.
-
-    Raises:
-        InvalidConfigError: names an option that cannot be had here.
-    """
-    runtime, target = config.runtime, placement.target
-    if runtime.enable_deterministic_sampling:
-        kernels = _batch_invariant(kernels, config, model, placement)
-    attention = engine_attention(runtime.attention_backend, target, model.head_dims, kernels)
-    if runtime.enable_deterministic_sampling and attention.name == "xla":
-        problem = attention_problem("native", target, model.head_dims)
-        raise _not_deterministic(f"attention in a fixed order cannot be had: {problem}")
-    return kernels, attention
-
-
-def _batch_invariant(
-    kernels: Kernels, config: EngineConfig, model: ModelConfig, placement: Placement
-) -> Kernels:
-    """Kernels with which a token has the same bits whatever it is computed with.
-
-    Raises:
-        InvalidConfigError: where there are none, and why.
-    """
-    if kernels.is_batch_invariant:
-        return kernels
-    if kernels.fused is None:
-        raise _not_deterministic(
-            "XLA's products add in an order that depends on the batch; kernels with a fixed order "
-            f"are for one CPU ({placement.target.cpu_kernels_problem()}) and for one GPU with "
-            "linear_backend 'pallas'"
-        )
-    from sgljax_engine.layers.invariant import InvariantKernels, is_served
-
-    attention, lora = model.attention, config.lora
-    specs = get_model(model.architecture).param_specs(model).values()
-    sizes = [spec.shape for spec in specs if spec.kind.is_projection]
-    problems = {
-        "experts": model.moe is not None,
-        "recurrent states": model.linear_attention is not None,
-        "keys that several layers share, or that are values too": bool(
-            attention.kv_layers or attention.full_kv
-        ),
-        "adapters (max_loras)": bool(lora.max_loras),
-        f"quantization {placement.quantization!r}": placement.quantization is not None,
-        "projections of these sizes and this dtype": not is_served(sizes, placement.dtype),
-    }
-    for name, is_there in problems.items():
-        if is_there:
-            raise _not_deterministic(f"the kernels with a fixed order do not take {name}")
-    return InvariantKernels.make()
-
-
-def _not_deterministic(why: str) -> InvalidConfigError:
-    return InvalidConfigError(f"enable_deterministic_sampling cannot be had here: {why}")
 
 
 def _partial_outputs(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from sgljax_engine.attention.base import Attention
 from sgljax_engine.cache.kv_pages import PageLayout
-from sgljax_engine.layers.kernels import Kernels
+from sgljax_engine.layers.kernels import CpuKernels
 from sgljax_engine.models.spec import ModelContext, ModelDefinition
 from sgljax_engine.runner.programs.drafts import Search, search_text
 from sgljax_engine.sampling.sampler import XLA, Sampler
@@ -54,10 +54,10 @@ class ProgramContext(NamedTuple):
     drafts: DraftContext = DraftContext()
 
     @property
-    def recur_kernels(self) -> Kernels | None:
+    def recur_kernels(self) -> CpuKernels | None:
         """Kernels of recurrences token by token; None where bits may depend on a prompt's cuts."""
         kernels = self.context.kernels
-        return kernels if kernels.is_batch_invariant else None
+        return kernels if isinstance(kernels, CpuKernels) else None
 
     @property
     def max_row_tokens(self) -> int:

@@ -363,8 +363,7 @@ class _Run(NamedTuple):
             return None
         if self.width > 1:
             return verify_recur(net, counts, self.width, kernels)
-        by_token = kernels is not None
-        return row_recur(net, active, self.static.context.kernels, by_token=by_token)
+        return row_recur(net, active, self.static.context.kernels)
 
     def with_accepted(self, cache: LayerCache, counts: jax.Array) -> LayerCache:
         """A layer's cache after the first `counts` [B] tokens of each row."""
