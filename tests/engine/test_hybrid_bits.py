@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from sgljax_engine.xla_options import compiler_options
 
 from sgljax_engine.cache.layer_states import state_shapes
 from sgljax_engine.layers import delta_net
@@ -18,7 +19,6 @@ from sgljax_engine.layers.delta_net import Heads, TokenTerms
 from sgljax_engine.layers.kernels import CpuKernels
 from sgljax_engine.model_config import LinearAttentionConfig
 from sgljax_engine.runner.batches.page_ids import NO_SLOT
-from sgljax_engine.xla_options import compiler_options
 from tests.engine.determinism_cases import (
     ALONE,
     Interrupter,

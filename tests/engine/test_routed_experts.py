@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sgljax_engine.layers.tiles import Together
 
 from sgljax_engine import (
     Engine,
