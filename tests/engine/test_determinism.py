@@ -22,8 +22,6 @@ from tests.engine.determinism_cases import (
     Asked,
     Interrupter,
     Way,
-    ask,
-    bits_of,
     differing,
     make_engine,
     requests,
@@ -31,10 +29,8 @@ from tests.engine.determinism_cases import (
     using,
 )
 from tests.engine.exactness_checks import check_bits
-from tests.engine.interrupts import wait_until
 from tests.engine.models import MIXED_HEADS, SHARED_KEYS, spread_weights
 from tests.geometry import WIDE, other, within
-from tests.threads import LIMIT_S, start
 
 NUM_WAYS, NUM_PORTABLE_WAYS = 18, 2
 """Six of each geometry; one of two of them, since portable code takes long to compile."""
@@ -218,30 +214,6 @@ def test_a_few_requests(backend, model, index):
             assert engine.get_internal_state().counters.num_retractions
     assert len({bits.tokens for bits in expected}) > len(PLAIN) // 2
     assert len(interrupt.counts) >= 3, "of the ways to interrupt"
-
-
-@pytest.mark.soak
-@NATIVE
-@pytest.mark.parametrize("is_deterministic", [False, True])
-def test_pages_of_a_checkpoint(alone, tmp_path, is_deterministic):
-    """They may come from an engine that adds up otherwise: they are computed anew."""
-    options = {**WAYS[0].options, "disable_radix_cache": False}
-    expected = [alone[REQUESTS.index(each)] for each in PLAIN]
-    flag = {"enable_deterministic_sampling": is_deterministic}
-    with make_engine({**options, **flag}) as saving:
-        call = start(lambda: ask(saving, PLAIN))
-        wait_until(saving, lambda state: state.counters.num_output_tokens >= 50)
-        saving.pause_generation("in_place")
-        report = saving.save_checkpoint(tmp_path, include_kv=True)
-        saving.continue_generation()
-        call.result(LIMIT_S)
-    assert report.num_bytes > 0
-    with make_engine(options) as engine:
-        restored = [f.result(LIMIT_S) for f in engine.restore_checkpoint(tmp_path).values()]
-        assert len(restored) >= 2
-        if is_deterministic:
-            assert {bits_of(out) for out in restored} <= set(expected)
-        check_bits(run(engine, PLAIN, Way({})), expected)
 
 
 @pytest.mark.usefixtures("backend")
