@@ -267,14 +267,6 @@ class StateCopies(NamedTuple):
         return self.late if is_late else self.early
 
 
-class PageStamp(NamedTuple):
-    """State of a full page, which tells whether its contents changed; see `PagePool.stamp`."""
-
-    page: int
-    num_uses: int
-    num_resets: int
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """The plan of a dispatch: prefill chunks, page copies, then up to `num_steps` decode steps.

@@ -51,7 +51,7 @@ from sgljax_engine import (
 )
 from sgljax_engine.builder.group import build_shapes
 from sgljax_engine.builder.sources import check_sources, folder_weights, same_model_weights
-from sgljax_engine.checkpoint.manager import CheckpointManager
+from sgljax_engine.checkpoint.manager import REQUESTS_NAME, CheckpointManager
 from sgljax_engine.core.checkpoint_writer import load_checkpoint
 from sgljax_engine.io_struct import PauseGenerationReqInput
 from sgljax_engine.models.registry import get_model
@@ -267,12 +267,12 @@ def experts() -> None:
 
 
 def restore(folder: Path, model: Any = TINY, **forged: Any) -> None:
-    """Reads a checkpoint of no requests, with other values in its manifest."""
+    """Reads a checkpoint of no requests, with other values in `requests.json`."""
     metadata = {"model": dataclasses.asdict(TINY), "weight_version": 0}
     CheckpointManager(folder).save(make_checkpoint([], metadata=metadata))
     if forged:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        (folder / "manifest.json").write_text(json.dumps(manifest | forged))
+        requests = json.loads((folder / REQUESTS_NAME).read_text())
+        (folder / REQUESTS_NAME).write_text(json.dumps(requests | forged))
     load_checkpoint(folder, model)
 
 
@@ -506,7 +506,7 @@ TABLE = [Row(*row) for row in (
     ("no_checkpoint", lambda p: load_checkpoint(p.tmp_path / "none.ckpt", TINY), CheckpointError),
     ("folder_without_checkpoint", lambda p: load_checkpoint(p.empty(), TINY), CheckpointError),
     ("damaged_checkpoint", lambda p: restore(p.empty(), timestamp=1.0), CheckpointError),
-    ("newer_checkpoint", lambda p: restore(p.empty(), version=2), CheckpointError),
+    ("newer_checkpoint", lambda p: restore(p.empty(), version=3), CheckpointError),
     ("checkpoint_of_another_model",
      lambda p: restore(p.empty(), dataclasses.replace(TINY, rms_norm_eps=1e-5)), CheckpointError),
 )]  # fmt: skip

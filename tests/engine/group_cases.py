@@ -516,7 +516,7 @@ def scores() -> None:
 
 
 def checkpoints() -> None:
-    """Requests of a group continue in groups of other sizes, with their KV pages."""
+    """Requests of a group continue in groups of other sizes."""
     with tempfile.TemporaryDirectory() as folder:
         check_checkpoints(folder)
 
@@ -536,15 +536,10 @@ def check_checkpoints(folder: str) -> None:
         take_steps(saved, 4)
         saved.pause_generation("in_place")
         path = f"{folder}/{source}"
-        report = saved.save_checkpoint(path, include_kv=True)
-        assert report
-        before = restored.get_internal_state().counters.num_prefill_tokens
+        saved.save_checkpoint(path)
         futures = restored.restore_checkpoint(path)
         got = sorted(tuple(f.result(LIMIT_S).output_ids) for f in futures.values())
         assert got == want
-        # What no whole page holds is prefilled again.
-        after = restored.get_internal_state().counters.num_prefill_tokens
-        assert after - before < len(PROMPTS) * SMALL["page_size"]
         saved.continue_generation()
         call.result(LIMIT_S)
         check_idle(restored)

@@ -117,7 +117,7 @@ def check_golden(name: str, mesh: Mesh) -> None:
 
 
 def states() -> None:
-    """Updates, sleep and checkpoints with pages, also between engines of other meshes."""
+    """Updates, sleep and checkpoints, also between engines of other meshes."""
     saved_pages._CHUNK_BYTES = 8192  # pages move a few at a time
     model = tiny(2)
     weights, others = spread_weights(model), spread_weights(model, seed=1)
@@ -187,17 +187,14 @@ def check_sleep(engine: Engine, whole: list[list[int]]) -> None:
 
 
 def check_checkpoint(source: Engine, target: Engine, folder: str, whole: list[list[int]]) -> None:
-    """What one engine saves with its pages, the other goes on with, and computes no page again."""
+    """What one engine saves, the other goes on with."""
     source.flush_cache()
     target.flush_cache()
     calls = start_all(source, PROMPTS[:4], LONG)
-    source.save_checkpoint(folder, include_kv=True)
+    source.save_checkpoint(folder)
     assert tokens_of(results(calls)) == whole
-    before = target.get_internal_state().counters.num_prefill_tokens
     futures = target.restore_checkpoint(folder)
     assert sorted(f.result(600).output_ids for f in futures.values()) == sorted(whole)
-    after = target.get_internal_state().counters.num_prefill_tokens
-    assert after - before < 4 * SMALL["page_size"]  # what was in no whole page
 
 
 def placement() -> None:

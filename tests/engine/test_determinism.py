@@ -20,15 +20,12 @@ from tests.engine.determinism_cases import (
     MODEL,
     Interrupter,
     Way,
-    ask,
-    bits_of,
     differing,
     make_engine,
     requests,
     run,
 )
 from tests.engine.exactness_checks import check_bits
-from tests.engine.interrupts import wait_until
 from tests.engine.models import (
     MIXED_HEADS,
     SHARED_KEYS,
@@ -37,7 +34,6 @@ from tests.engine.models import (
 )
 from tests.engine.native_cases import needs_machine_code
 from tests.geometry import WIDE, other, within
-from tests.threads import LIMIT_S, start
 
 NUM_WAYS = 18
 """Six of each geometry."""
@@ -178,30 +174,6 @@ def test_a_few_requests(model):
 
 
 @pytest.mark.soak
-@needs_machine_code
-@pytest.mark.parametrize("is_deterministic", [False, True])
-def test_pages_of_a_checkpoint(alone, tmp_path, is_deterministic):
-    """They may come from an engine that adds up otherwise: they are computed anew."""
-    options = {**WAYS[0].options, "disable_radix_cache": False}
-    expected = [alone[REQUESTS.index(each)] for each in PLAIN]
-    flag = {"enable_deterministic_sampling": is_deterministic}
-    with make_engine({**options, **flag}) as saving:
-        call = start(lambda: ask(saving, PLAIN))
-        wait_until(saving, lambda state: state.counters.num_output_tokens >= 50)
-        saving.pause_generation("in_place")
-        report = saving.save_checkpoint(tmp_path, include_kv=True)
-        saving.continue_generation()
-        call.result(LIMIT_S)
-    assert report.num_bytes > 0
-    with make_engine(options) as engine:
-        restored = [f.result(LIMIT_S) for f in engine.restore_checkpoint(tmp_path).values()]
-        assert len(restored) >= 2
-        if is_deterministic:
-            assert {bits_of(out) for out in restored} <= set(expected)
-        check_bits(run(engine, PLAIN, Way({})), expected)
-
-
-@pytest.mark.soak
 def test_the_comparison_finds_what_is_not_deterministic(monkeypatch):
     """XLA's products, whose order of additions depends on the batch."""
     monkeypatch.setattr(sgljax_cpu, "unavailable", lambda: "this is a test of what else there is")
@@ -269,7 +241,7 @@ def test_refusals(model, target, options, message):
 def test_refused_without_jit_compiled_kernels(monkeypatch):
     """An engine refuses it, and so does the preview of one."""
     monkeypatch.setattr(sgljax_cpu, "unavailable", lambda: "planted")
-    options = {"enable_deterministic_sampling": True}
+    options: dict[str, Any] = {"enable_deterministic_sampling": True}
     twice = Mesh(np.array(jax.devices()[:1] * 2), ("tp",))
     for mesh, why in ((None, "planted"), (twice, "it is for one device, the engine has 2")):
         with pytest.raises(InvalidConfigError, match=PRODUCTS.format("native", why)):

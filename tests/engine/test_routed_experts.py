@@ -224,19 +224,6 @@ class TestInterruptions:
         assert "planted fault" in str(future.exception(0))
         engine.core.check_integrity()
 
-    def test_checkpoints_leave_pages_out(self, tmp_path, caplog, routed):
-        with make() as engine:
-            engine.generate_requests(prompts(), GREEDY)
-            engine.save_checkpoint(tmp_path / "on", include_kv=True)
-        assert "pages are not saved; they are computed anew" in caplog.text
-        with make(enable_return_routed_experts=False) as engine:
-            engine.generate_requests(prompts(), GREEDY)
-            engine.save_checkpoint(tmp_path / "off", include_kv=True)
-        with make() as engine:
-            engine.restore_checkpoint(tmp_path / "off")
-            assert "does not say which experts" in caplog.text
-            check(engine.generate_requests(prompts(), GREEDY), routed)
-
 
 class TestOptions:
     def test_refused_without_experts(self):

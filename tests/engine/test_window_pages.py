@@ -174,15 +174,6 @@ class TestEngine:
         found = [future.result(0).output_ids for future in futures]
         assert found == [output.output_ids for output in expected]
 
-    def test_checkpoints_leave_pages_out(self, tmp_path, caplog):
-        with make() as engine:
-            engine.generate_requests(prompts(), GREEDY)
-            engine.save_checkpoint(tmp_path, include_kv=True)
-        assert "pages of sliding windows are not saved" in caplog.text
-        with make() as engine:
-            engine.restore_checkpoint(tmp_path)
-            assert pool_of(engine).num_cached == 0
-
 
 class TestSizes:
     def test_gemma_3_4b_at_32k(self):

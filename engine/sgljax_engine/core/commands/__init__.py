@@ -8,7 +8,7 @@ from sgljax_engine.core.commands.adapters import (
     UnloadAdapter,
 )
 from sgljax_engine.core.commands.cache import FlushCache, ReleaseKV
-from sgljax_engine.core.commands.checkpoint import CopyPages, Restore, TakeSnapshot
+from sgljax_engine.core.commands.checkpoint import Restore, TakeSnapshot
 from sgljax_engine.core.commands.inspect import CheckIntegrity, GetState, Run, Warmup
 from sgljax_engine.core.commands.pause import Continue, Drain, EndDrain, Pause
 from sgljax_engine.core.commands.requests import (
@@ -41,7 +41,6 @@ __all__ = [
     "CompareAdapter",
     "CompareWeights",
     "Continue",
-    "CopyPages",
     "Drain",
     "EndAnswered",
     "EndDrain",
