@@ -134,10 +134,9 @@ def test_auto_counts_what_pages_pad(monkeypatch, options, tp_size):
 def test_deterministic_sampling_is_refused(monkeypatch):
     monkeypatch.setattr(Placement, "platform", "tpu")
     message = "enable_deterministic_sampling cannot be had here: .* for CPUs, .* kind 'tpu'"
+    asked = config(max_model_len=1024, enable_deterministic_sampling=True)
     with pytest.raises(InvalidConfigError, match=message):
-        preview_engine(
-            TWO_LAYERS, mesh=mesh(1, 1), config=config(enable_deterministic_sampling=True)
-        )
+        preview_engine(TWO_LAYERS, mesh=mesh(1, 1), config=asked)
 
 
 def test_auto_that_fits_nowhere_is_said():
