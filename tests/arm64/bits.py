@@ -14,12 +14,9 @@ from tests import compilation
 from tests.engine.determinism_cases import MODEL, ask, make_engine, requests
 from tests.geometry import SMALL
 
-DTYPES = ("float32", "bfloat16")
-"""Dtypes of weights and keys. The model's arithmetic is all in kernels: XLA's own rounds otherwise
-on each processor, as recurrent states show, whose decay is XLA's exponential."""
-
 NUM_REQUESTS = 9
-"""Requests to each engine, with settings of many kinds."""
+"""Requests, with settings of many kinds, to a model whose arithmetic is all in kernels: XLA's own
+may round otherwise on another processor."""
 
 
 def main() -> int:
@@ -30,10 +27,9 @@ def main() -> int:
     vectors = machine.host_vectors()._replace(lanes=8)
     chain.host_vectors = lambda: vectors
     sys.stdout.write(f"{platform.machine()}\n")
-    for dtype in DTYPES:
-        with make_engine({**SMALL, "dtype": dtype}) as engine:
-            for bits in ask(engine, requests(NUM_REQUESTS, MODEL.vocab_size)):
-                sys.stdout.write(f"{bits!r}\n")
+    with make_engine({**SMALL, "dtype": "float32"}) as engine:
+        for bits in ask(engine, requests(NUM_REQUESTS, MODEL.vocab_size)):
+            sys.stdout.write(f"{bits!r}\n")
     return 0
 
 
