@@ -26,7 +26,7 @@ from sgljax_engine.cache.kv_pages import LayerKV
 _ROUNDS = 32
 
 Attend = Callable[[jax.Array, LayerKV, BlockTables, AttentionOptions], jax.Array]
-"""The signature of `Attention.attend`."""
+"""`Attention.attend`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1060,7 +1060,6 @@ class Engine:
         """
         return functools.partial(SaveJob, Path(path).absolute())
 
-
     def restore_checkpoint(
         self, path: str | Path, *, missing_ok: bool = False
     ) -> dict[str, Future[RequestOutput]]:

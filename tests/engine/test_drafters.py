@@ -148,7 +148,7 @@ class TestHistory:
 
 
 class TestSpeeds:
-    """By made-up seconds of a token."""
+    """Made-up seconds of a token decide."""
 
     def run(self, speeds: Speeds, seconds: dict[int, float], count: int) -> list[int]:
         taken = []

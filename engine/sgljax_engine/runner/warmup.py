@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -148,12 +149,17 @@ def _decode_call(
 
 
 def largest(calls: Iterable[ProgramCall]) -> list[ProgramCall]:
-    """The call with the largest batch of each program."""
-    found: dict[str, ProgramCall] = {}
+    """The call with the largest arguments of each program; decode with drafts is one by itself."""
+    found: dict[Any, ProgramCall] = {}
     for call in calls:
-        if call.name not in found or call_size(call) > call_size(found[call.name]):
-            found[call.name] = call
+        key = call.name, jax.tree.structure(call.args)
+        if key not in found or _num_elements(call) > _num_elements(found[key]):
+            found[key] = call
     return list(found.values())
+
+
+def _num_elements(call: ProgramCall) -> int:
+    return sum(np.size(leaf) for leaf in jax.tree.leaves(call.args))
 
 
 def call_size(call: ProgramCall) -> int:
