@@ -88,7 +88,8 @@ def test_no_cpu_kernels_at_all(no_machine_code, monkeypatch):
 
     monkeypatch.setattr(sgljax_cpu, "host_vectors", no_llvmlite)
     assert pick() == ("xla", "xla", "out of luck")
-    for options in ({"linear": "native"}, {"attention": "native"}):
+    choices: list[dict[str, Any]] = [{"linear": "native"}, {"attention": "native"}]
+    for options in choices:
         with pytest.raises(InvalidConfigError, match="cannot be had here: out of luck"):
             pick(**options)
 

@@ -159,7 +159,7 @@ class TestSpeeds:
 
     def test_the_fastest_is_taken(self):
         for times in ((1.0, 0.5, 0.7), (1.0, 2.0, 0.9), (1.0, 3.0, 4.0)):
-            seconds = dict(zip((1, 4, 16), times, strict=True))
+            seconds: dict[int, float] = dict(zip((1, 4, 16), times, strict=True))
             speeds = Speeds((1, 4, 16))
             taken = self.run(speeds, seconds, 400)
             assert set(taken) == {1, 4, 16}

@@ -167,7 +167,7 @@ class TestRule:
 
         @jax.jit
         def heads(window):
-            return CpuKernels().net_heads(window, weight, LARGE.head_sizes)
+            return CpuKernels().net_heads(window, jnp.asarray(weight), LARGE.head_sizes)
 
         found = np.asarray(heads(window))
         taps = lax.broadcasted_iota(jnp.int32, (5, 4), 0) + np.arange(4, dtype=np.int32)[None]

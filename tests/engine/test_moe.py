@@ -177,9 +177,9 @@ def test_sources_with_unlike_rules_are_refused():
 def test_every_program_says_which_tokens_are_used(monkeypatch):
     said: list[bool] = []
 
-    def watched(x_TD, routing, experts, is_used, options):
+    def watched(x_TD, routing, experts, is_used, *kernels):
         said.append(is_used is not None and is_used.shape == x_TD.shape[:1])
-        return mix(x_TD, routing, experts, is_used, options)
+        return mix(x_TD, routing, experts, is_used, *kernels)
 
     monkeypatch.setattr(mixture, "mix", watched)
     model = dataclasses.replace(TINY_MOE, vocab_size=120)  # that no other test has traced

@@ -292,9 +292,9 @@ class TestPolicy:
             planned.append(1 if found is None else found.row_tokens)
             return found
 
-        def late(output: Any, result: Any) -> None:
+        def late(plan: Any, result: Any) -> None:
             now[0] += result.num_steps * (1.0 if planned[-1] == 1 else seconds)
-            learn(output, result)
+            learn(plan, result)
 
         speculator.plan, speculator.learn = noted, late
         params = dataclasses.replace(PARAMS[2], max_new_tokens=90, **changes)
