@@ -12,14 +12,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from sgljax_engine.server.chat import ChatRequest
+from sgljax_engine.server.completions import CompletionRequest
 from sgljax_engine.server.fields import Body, SamplingFields
-from sgljax_engine.server.openai.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    OpenAIRequest,
-    StreamOptions,
-)
-from sgljax_engine.server.sglang.schemas import GenerateReqInput, SGLangSampling
+from sgljax_engine.server.openai import OpenAIRequest, StreamOptions
+from sgljax_engine.server.sglang import GenerateReqInput, SGLangSampling
 
 OUTPUT = Path(__file__).with_name("server.md")
 BODIES: dict[str, type[Body]] = {

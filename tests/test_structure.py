@@ -41,9 +41,10 @@ LAYERS = (
     ("preview",),
     ("engine",),
     ("",),
+    ("replies",),
     ("server",),
 )
-"""The last but one is the package root."""
+"""The one without a name is the package root."""
 
 # Parts that run without JAX.
 HOST_ONLY = (

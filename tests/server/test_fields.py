@@ -13,11 +13,11 @@ from openai.types.completion_create_params import CompletionCreateParamsBase as 
 from pydantic import ValidationError
 
 from sgljax_engine import FOREIGN_FIELDS, SamplingParams
+from sgljax_engine.server.chat import ChatRequest
+from sgljax_engine.server.completions import CompletionRequest
+from sgljax_engine.server.conversation import Message, Tokenize
 from sgljax_engine.server.fields import FOREIGN_FIELD
-from sgljax_engine.server.openai.messages import Message
-from sgljax_engine.server.openai.schemas import ChatRequest, CompletionRequest
-from sgljax_engine.server.sglang.schemas import SGLangSampling
-from sgljax_engine.server.vllm import Tokenize
+from sgljax_engine.server.sglang import SGLangSampling
 from tests.server.served import served_golden
 
 ROOT = Path(__file__).parents[2]

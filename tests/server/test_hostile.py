@@ -98,7 +98,7 @@ def test_bad_weights_are_a_400_without_the_servers_paths(served, root, kind, cap
 
 
 def test_a_template_that_does_not_end(served, monkeypatch):
-    monkeypatch.setattr("sgljax_engine.server.prepared.TEMPLATE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("sgljax_engine.server.context.TEMPLATE_TIMEOUT_S", 0.2)
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     tokenizer = served.engine._tokenizer._tokenizer
     body = {"messages": [{"role": "user", "content": "hi"}]}

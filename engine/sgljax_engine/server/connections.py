@@ -10,7 +10,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from sgljax_engine.server.replies import HTTPError, error_body, overloaded
+from sgljax_engine.server.responses import HTTPError, error_body, overloaded
 
 logger = logging.getLogger(__name__)
 # Clients are told what they do wrong. A line for each of them could fill the disk.

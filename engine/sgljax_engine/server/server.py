@@ -18,7 +18,7 @@ from sgljax_engine import Engine, EngineError, InvalidConfigError
 from sgljax_engine.server.app import create_app
 from sgljax_engine.server.config import ServerConfig, is_loopback
 from sgljax_engine.server.connections import BoundedConfig
-from sgljax_engine.server.replies import error_response, overloaded
+from sgljax_engine.server.responses import error_response, overloaded
 
 _BACKLOG = 2048
 """Connections that the system accepts before the event loop does."""
@@ -157,7 +157,6 @@ class Server:
         self._uvicorn.should_exit = True
         stopping.cancel()
         await serving
-        self._context.workers.close()
         # A client that reads nothing leaves what it was sent in the buffer of an open connection.
         for connection in list(self._uvicorn.server_state.connections):
             if connection.transport is not None:

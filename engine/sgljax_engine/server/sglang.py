@@ -1,23 +1,113 @@
-"""SGLang's `/generate`."""
+"""SGLang's `/generate`: its body, and its reply whole and as a stream."""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
+from pydantic import Field
 from starlette.responses import Response
 
-from sgljax_engine import Engine, InvalidRequestError, SamplingParams
+from sgljax_engine import Engine, ForeignField, InvalidRequestError, SamplingParams
+from sgljax_engine.sampling_params import DEFAULT_MAX_NEW_TOKENS
 from sgljax_engine.server.context import ServerContext, TokenTexts
-from sgljax_engine.server.fields import default_params, sampling_params
-from sgljax_engine.server.generation import Job, PieceStream, new_rids
-from sgljax_engine.server.openai.models import check_model
-from sgljax_engine.server.prepared import prepared, written
-from sgljax_engine.server.replies import DONE, EventStream, event, reply
+from sgljax_engine.server.fields import (
+    GENERATE,
+    SAMPLING,
+    Body,
+    ListsOfTokenIds,
+    SamplingFields,
+    Texts,
+    TokenIds,
+)
+from sgljax_engine.server.generation import EventStream, Job, PieceStream, new_rids
+from sgljax_engine.server.responses import DONE, event, reply
 from sgljax_engine.server.routes import DataRoute
-from sgljax_engine.server.sglang.schemas import GenerateReqInput, SGLangSampling
+
+_ENGINE_NAMES = (
+    "max_new_tokens",
+    "min_new_tokens",
+    "detokenize",
+    "decode_behind_prompt",
+    "reasoning_tags",
+)
+_OWN_NAMES = (("sampling_seed", "seed"), ("no_stop_trim", "include_stop_str_in_output"))
+
+
+class SGLangSampling(SamplingFields):
+    """SGLang's sampling parameters, and those that are the engine's own."""
+
+    foreign: ClassVar[Mapping[str, ForeignField]] = SAMPLING
+
+    max_new_tokens: int | None = Field(None, ge=0)
+    min_new_tokens: int | None = Field(None, ge=0)
+    sampling_seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="the same as `seed`")
+    no_stop_trim: bool | None = Field(None, description="the same as `include_stop_str_in_output`")
+    detokenize: bool | None = None
+    decode_behind_prompt: bool | None = None
+    reasoning_tags: list[str] | None = Field(None, min_length=2, max_length=2)
+
+    def given(self) -> dict[str, Any]:
+        """The given fields; both names of a field may be given if they agree."""
+        values = super().given()
+        for name in _ENGINE_NAMES:
+            if getattr(self, name) is not None:
+                values[name] = getattr(self, name)
+        for name, own in _OWN_NAMES:
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if values.setdefault(own, value) != value:
+                raise ValueError(f"{name}={value!r} contradicts {own}={values[own]!r}")
+        return values
+
+
+class GenerateReqInput(Body):
+    """Body of `/generate`."""
+
+    foreign: ClassVar[Mapping[str, ForeignField]] = GENERATE
+    empty_is_null: ClassVar[frozenset[str]] = frozenset({"model", "rid", "lora_path"})
+    nested: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        SGLangSampling.model_fields, "sampling_params"
+    )
+
+    text: str | Texts | None = Field(None, description="one prompt or several")
+    input_ids: TokenIds | ListsOfTokenIds | None = Field(
+        None, description="token ids instead, of one prompt or several"
+    )
+    add_special_tokens: bool = Field(
+        True, description="tokenize a text with BOS; false for a text that has it"
+    )
+    sampling_params: SGLangSampling | list[SGLangSampling] | None = Field(
+        None, description="for all prompts, or one for each"
+    )
+    rid: str | Texts | None = Field(None, description="the client's id of each prompt")
+    return_logprob: bool | list[bool] = Field(False, description="log-probs of the output's tokens")
+    logprob_start_len: int | list[int] | None = Field(
+        None, description="log-probs of the prompt too, from this position on; -1 for none"
+    )
+    top_logprobs_num: int | list[int] | None = Field(
+        None, description="log-probs of so many likely tokens at each position"
+    )
+    token_ids_logprob: TokenIds | ListsOfTokenIds | None = Field(
+        None, description="log-probs of these tokens at each position"
+    )
+    return_text_in_logprobs: bool = Field(False, description="the text of each token there")
+    return_routed_experts: bool = Field(
+        False, description="needs a server with enable_return_routed_experts"
+    )
+    stream: bool = Field(False, description="answer with server-sent events")
+    stream_output: bool | None = Field(
+        None,
+        description="true streams what is new in each event, false all so far; null takes true "
+        "with log-probs, which must not be repeated, and else false, as SGLang does",
+    )
+    lora_path: str | list[str | None] | None = Field(None, description="name of a loaded adapter")
+    model: str | None = Field(
+        None, description="the model's name, or a loaded adapter's, as sglang-router sends it"
+    )
 
 
 def generate_routes(context: ServerContext) -> APIRouter:
@@ -28,16 +118,16 @@ def generate_routes(context: ServerContext) -> APIRouter:
     @router.post("/generate")
     async def generate(body: GenerateReqInput, request: Request) -> Response:
         """Generates from text or token ids; see `Engine.generate`."""
-        await check_model(context, body.model)
-        job, is_single = await prepared(request, context, lambda: _job(context, body))
+        await context.check_model(body.model)
+        job, is_single = await context.prepared(request, lambda: _job(context, body))
         texts = context.token_texts if body.return_text_in_logprobs else None
         if body.stream:
             pieces = await generation.stream(request, job)
             events = _events(pieces, texts, body)
             return EventStream(events, pieces, engine.weight_version)
         outputs = await generation.run(request, job)
-        return await written(
-            context, outputs, lambda: _answer(engine, body, texts, outputs, is_single)
+        return await context.written(
+            outputs, lambda: _answer(engine, body, texts, outputs, is_single)
         )
 
     return router
@@ -123,14 +213,24 @@ def _has_logprobs(body: GenerateReqInput) -> bool:
 
 def _params(engine: Engine, given: Any, prompts: list[list[int]]) -> list[SamplingParams]:
     if given is None:
-        return [default_params(engine, len(ids)) for ids in prompts]
+        return [_default_params(engine, len(ids)) for ids in prompts]
     each: list[SGLangSampling] = _each("sampling_params", given, len(prompts))
     try:
-        return [sampling_params(None, fields.given()) for fields in each]
+        return [SamplingParams().override(fields.given()) for fields in each]
     except InvalidRequestError:
         raise
     except ValueError as error:  # two names of a field that contradict one another
         raise InvalidRequestError(str(error)) from error
+
+
+def _default_params(engine: Engine, num_prompt_tokens: int) -> SamplingParams:
+    """The model's parameters, with fewer new tokens where no more fit behind a prompt."""
+    params = engine.get_default_sampling_params()
+    most = params.max_new_tokens
+    if most is None:
+        most = max(DEFAULT_MAX_NEW_TOKENS, params.min_new_tokens)
+    limit = max(1, engine.max_new_tokens(num_prompt_tokens))  # the engine refuses the prompt
+    return params.override({"max_new_tokens": min(most, limit)})
 
 
 def _each(name: str, given: Any, count: int) -> list[Any]:
