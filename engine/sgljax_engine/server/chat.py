@@ -26,9 +26,9 @@ from sgljax_engine.server.fields import (
     Body,
     FirstErrorOnly,
 )
-from sgljax_engine.server.generation import EventStream, Job, PieceStream, new_rids
+from sgljax_engine.server.generation import Job, PieceStream, new_rids
 from sgljax_engine.server.openai import OpenAIRequest, Output
-from sgljax_engine.server.responses import event, reply
+from sgljax_engine.server.responses import event
 from sgljax_engine.server.routes import OpenAIRoute
 
 _log = logging.getLogger(__name__)
@@ -89,19 +89,13 @@ class ChatRequest(OpenAIRequest):
 def chat_routes(context: ServerContext) -> APIRouter:
     """The route."""
     router = APIRouter(route_class=OpenAIRoute)
-    engine, generation = context.engine, context.generation
 
     @router.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answers a conversation."""
-        await context.check_model(body.model)
-        call = await context.prepared(request, lambda: _Call(context, body), has_template=True)
-        if body.stream:
-            pieces = await generation.stream(request, call.job)
-            return EventStream(call.events(pieces), pieces, engine.weight_version)
-        outputs = await generation.run(request, call.job)
-        version = openai.last_version(engine, outputs)
-        return await context.written(outputs, lambda: reply(call.answer(outputs), version))
+        return await context.answer(
+            request, body.model, lambda: _Call(context, body), stream=body.stream, has_template=True
+        )
 
     return router
 
@@ -180,7 +174,7 @@ class _Call:
             self._prompt, max_calls=1 if self._body.parallel_tool_calls is False else None
         )
 
-    def answer(self, outputs: Sequence[Output]) -> dict[str, Any]:
+    def answer(self, outputs: list[dict[str, Any]]) -> dict[str, Any]:
         """The whole reply."""
         return {
             **openai.head("chat.completion", self._id, self._model),

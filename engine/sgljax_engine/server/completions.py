@@ -15,9 +15,9 @@ from sgljax_engine import MAX_TOP_LOGPROBS, ForeignField, InvalidRequestError
 from sgljax_engine.server import openai
 from sgljax_engine.server.context import ServerContext
 from sgljax_engine.server.fields import COMPLETION, ListsOfTokenIds, Texts, TokenIds
-from sgljax_engine.server.generation import EventStream, Job, PieceStream, new_rids
+from sgljax_engine.server.generation import Job, PieceStream, new_rids
 from sgljax_engine.server.openai import OpenAIRequest, Output, token_id_name
-from sgljax_engine.server.responses import event, reply
+from sgljax_engine.server.responses import event
 from sgljax_engine.server.routes import OpenAIRoute
 
 _REPLACEMENT = "\ufffd"
@@ -48,19 +48,13 @@ class CompletionRequest(OpenAIRequest):
 def completion_routes(context: ServerContext) -> APIRouter:
     """The route."""
     router = APIRouter(route_class=OpenAIRoute)
-    engine, generation = context.engine, context.generation
 
     @router.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continues prompts, given as text or as token ids."""
-        await context.check_model(body.model)
-        call = await context.prepared(request, lambda: _Call(context, body))
-        if body.stream:
-            pieces = await generation.stream(request, call.job)
-            return EventStream(call.events(pieces), pieces, engine.weight_version)
-        outputs = await generation.run(request, call.job)
-        version = openai.last_version(engine, outputs)
-        return await context.written(outputs, lambda: reply(call.answer(outputs), version))
+        return await context.answer(
+            request, body.model, lambda: _Call(context, body), stream=body.stream
+        )
 
     return router
 
@@ -141,7 +135,7 @@ class _Call:
             max_tokens=self._engine.max_model_len,
         )
 
-    def answer(self, outputs: Sequence[Output]) -> dict[str, Any]:
+    def answer(self, outputs: list[dict[str, Any]]) -> dict[str, Any]:
         """The whole reply."""
         return {
             **openai.head("text_completion", self._id, self._model),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -16,8 +16,8 @@ from starlette.responses import Response
 from sgljax_engine import Engine
 from sgljax_engine.server.body import SMALL_BYTES, BodyLimits
 from sgljax_engine.server.config import ServerConfig
-from sgljax_engine.server.generation import Generation
-from sgljax_engine.server.responses import HTTPError
+from sgljax_engine.server.generation import EventStream, Generation, Job, PieceStream
+from sgljax_engine.server.responses import HTTPError, reply
 
 _T = TypeVar("_T")
 
@@ -131,6 +131,23 @@ class Workers:
             del work, task
 
 
+class Call(Protocol):
+    """A request that generates, in the dialect of its route."""
+
+    @property
+    def job(self) -> Job:
+        """What it asks of the engine."""
+        ...
+
+    def answer(self, outputs: list[dict[str, Any]]) -> Any:
+        """The whole reply, as JSON."""
+        ...
+
+    def events(self, pieces: PieceStream) -> AsyncIterator[str]:
+        """The reply as server-sent events."""
+        ...
+
+
 class ServerContext:
     """One engine that is served. Clients may give weight versions labels."""
 
@@ -178,13 +195,32 @@ class ServerContext:
                 400, f"the chat template took more than {TEMPLATE_TIMEOUT_S} s for these messages"
             ) from None
 
-    async def written(
-        self, outputs: Sequence[Mapping[str, Any]], make: Callable[[], Response]
+    async def answer(
+        self,
+        request: Request,
+        model: str | None,
+        make: Callable[[], Call],
+        *,
+        stream: bool,
+        has_template: bool = False,
     ) -> Response:
-        """Calls a function that writes outputs; on another thread unless they are small."""
+        """The reply to a request that generates, whole or as a stream."""
+        await self.check_model(model)
+        call = await self.prepared(request, make, has_template=has_template)
+        if stream:
+            pieces = await self.generation.stream(request, call.job)
+            return EventStream(call.events(pieces), pieces, self.engine.weight_version)
+        outputs = await self.generation.run(request, call.job)
+        versions = [output["meta_info"]["weight_version"] for output in outputs]
+        known = [version for version in versions if version is not None]
+        version = max(known, default=self.engine.weight_version)
+
+        def write() -> Response:
+            return reply(call.answer(outputs), version)
+
         if sum(map(_num_entries, outputs)) <= _FEW_ENTRIES:
-            return make()
-        return await self.workers.run(make)
+            return write()
+        return await self.workers.run(write)
 
 
 def _num_entries(output: Mapping[str, Any]) -> int:

@@ -16,7 +16,6 @@ from sgljax_engine import (
     EngineError,
     EngineStateError,
     InvalidRequestError,
-    PauseGenerationReqInput,
 )
 from sgljax_engine.server.context import ServerContext
 from sgljax_engine.server.fields import Body
@@ -78,8 +77,7 @@ def control_routes(context: ServerContext) -> APIRouter:
     @router.post("/pause_generation")
     async def pause_generation(body: PauseGeneration | None = None) -> dict[str, Any]:
         """Pauses generation; see `Engine.pause_generation`. The default mode is SGLang's."""
-        mode = PauseGenerationReqInput().mode if body is None else body.mode
-        await engine.async_pause_generation(mode)
+        await engine.async_pause_generation((body or PauseGeneration()).mode)
         return {"message": "Generation paused successfully.", "status": "ok"}
 
     @router.post("/continue_generation")
@@ -142,13 +140,13 @@ def control_routes(context: ServerContext) -> APIRouter:
     @router.post("/release_memory_occupation")
     async def release_memory_occupation(body: MemoryOccupation | None = None) -> dict[str, Any]:
         """Frees memory, of all or of what the tags name; the weights are kept on the host."""
-        tags = None if body is None else body.tags
+        tags = (body or MemoryOccupation()).tags
         return {"status": "ok", "num_bytes": await engine.async_sleep(1, tags=tags)}
 
     @router.post("/resume_memory_occupation")
     async def resume_memory_occupation(body: MemoryOccupation | None = None) -> dict[str, Any]:
         """Takes memory again, of all or of what the tags name."""
-        tags = None if body is None else body.tags
+        tags = (body or MemoryOccupation()).tags
         return {"status": "ok", "num_bytes": await engine.async_wake_up(tags)}
 
     _add_vllms(router, engine)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -112,13 +112,6 @@ def token_id_name(token: int) -> str:
 def token_name(body: OpenAIRequest, texts: TokenTexts, token: int) -> str:
     """The name of a token in log-probs."""
     return token_id_name(token) if body.return_tokens_as_token_ids else texts[token]
-
-
-def last_version(engine: Engine, outputs: Sequence[Output]) -> int:
-    """The weight version that sampled the last token of a reply."""
-    versions = [output["meta_info"]["weight_version"] for output in outputs]
-    known = [version for version in versions if version is not None]
-    return max(known, default=engine.weight_version)
 
 
 def adapter(context: ServerContext, body: OpenAIRequest) -> str | None:

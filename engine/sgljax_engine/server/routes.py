@@ -6,6 +6,7 @@ The matched route says which key opens it; nothing else reads the path.
 from __future__ import annotations
 
 import difflib
+import functools
 import hmac
 import json
 import re
@@ -74,10 +75,9 @@ class OpenRoute(APIRoute):
                 return await answer(request)
             _check_is_json(request.headers.get("content-type"))
             context: ServerContext = request.app.state.context
-            if len(body) <= SMALL_BYTES:
-                value = read_body(body, kind, context.limits)
-            else:
-                value = await context.workers.run(lambda: read_body(body, kind, context.limits))
+            read = functools.partial(read_body, body, kind, context.limits)
+            is_small = len(body) <= SMALL_BYTES
+            value = read() if is_small else await context.workers.run(read)
             return await answer(_ReadRequest(request, len(body), value))
 
         return read_and_answer
