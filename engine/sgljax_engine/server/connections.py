@@ -33,15 +33,9 @@ _STALLED_S = 60.0
 
 
 class BoundedConfig(uvicorn.Config):
-    """Uvicorn's configuration, and the bounds.
-
-    Attributes:
-        max_connections: Those above get status 503.
-        header_timeout_s: Seconds for the headers of a request.
-    """
+    """Uvicorn's configuration, which leaves the process's logging and signals alone, and bounds."""
 
     def __init__(self, app: object, *, max_connections: int, header_timeout_s: float) -> None:
-        """A configuration that leaves the process's logging and signals alone."""
         super().__init__(
             app,  # pyright: ignore[reportArgumentType]
             http=BoundedProtocol,

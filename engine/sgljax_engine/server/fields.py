@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
@@ -44,9 +43,8 @@ class Body(BaseModel):
     Attributes:
         foreign: Fields of other servers, by name. They are left out where they ask for nothing.
         empty_is_null: Own fields for which an empty text is null.
-        nested: Own fields that a client may take for fields of this body, and where they are.
-        only: Own fields with few of the values that other servers take: these values, and why only
-            these.
+        nested: Fields that a client may take for fields of this body, and where they are.
+        only: Own fields with few of the values that other servers take; these, and why.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -131,16 +129,12 @@ NO_FORCED_CALL = "the model cannot be made to call a tool"
 _NO_ROUTER = "it steers a cluster of engines, and this is one"
 _NO_CACHE_KEY = "the prefix cache is shared by all requests"
 _NO_PRIORITY = "the engine's option schedule_policy says in which order requests start"
-_RID = "/generate has rid; here the server makes the id"
 _EDITS = "use logit_bias, allowed_token_ids or bad_token_ids"
 _TEMPLATE = "the chat template is the model's; chat_template_kwargs sets its variables"
 
 _NEUTRAL = {
-    "beam_width": (1,),
-    "best_of": (1,),
     "function_call": ("none",),
     "include_reasoning": (True,),
-    "length_penalty": (1.0,),
     "log_metrics": (True,),
     "modalities": (["text"],),
     "no_logs": (True,),
@@ -157,14 +151,18 @@ _NEUTRAL = {
 _FALSE_ASKS = ("include_reasoning", "log_metrics", "stream_reasoning")
 
 
-def _foreign(*rows: tuple[str, str]) -> Mapping[str, ForeignField]:
+def _foreign(*rows: tuple[str, str]) -> dict[str, ForeignField]:
     """Fields of other servers' bodies, from pairs of what to do instead and names."""
-    return foreign_fields(rows, _NEUTRAL, _FALSE_ASKS)
+    return dict(foreign_fields(rows, _NEUTRAL, _FALSE_ASKS))
 
 
-SAMPLING: Mapping[str, ForeignField] = MappingProxyType(
-    {name: f for name, f in FOREIGN_FIELDS.items() if name not in ("no_stop_trim", "sampling_seed")}
-)
+def _same_as_in_process(names: str) -> dict[str, ForeignField]:
+    return {name: FOREIGN_FIELDS[name] for name in names.split()}
+
+
+SAMPLING = {
+    name: f for name, f in FOREIGN_FIELDS.items() if name not in ("no_stop_trim", "sampling_seed")
+}
 
 GENERATE = _foreign(
     (
@@ -206,28 +204,26 @@ GENERATE = _foreign(
     ("requests are not traced across processes", "external_trace_header received_time"),
 )
 
-_BOTH = (
-    ("draw n samples and choose among them", "best_of"),
-    ("beam search is not implemented", "use_beam_search length_penalty beam_width"),
+_BOTH = _same_as_in_process(
+    "best_of use_beam_search length_penalty beam_width structured_outputs structural_tag "
+    "json_schema regex ebnf stop_regex no_stop_trim bad_words logits_processors "
+    "truncate_prompt_tokens repetition_detection custom_params extra_args watermarking"
+) | _foreign(
     (
         NO_GRAMMAR,
-        "structured_outputs guided_json guided_regex guided_choice guided_grammar "
-        "guided_decoding_backend guided_whitespace_pattern structural_tag json_schema regex ebnf",
+        "guided_json guided_regex guided_choice guided_grammar guided_decoding_backend "
+        "guided_whitespace_pattern",
     ),
-    ("use stop, plain strings", "stop_regex"),
-    ("use include_stop_str_in_output", "no_stop_trim"),
-    ("use bad_token_ids, single tokens", "bad_words"),
-    (_EDITS, "logits_processors custom_logit_processor"),
+    (_EDITS, "custom_logit_processor"),
     ("use seed", "sampling_seed"),
     ("use max_tokens", "max_new_tokens"),
     ("use min_tokens", "min_new_tokens"),
-    ("prompts are never cut; cut them before", "truncate_prompt_tokens truncation_side"),
+    ("prompts are never cut; cut them before", "truncation_side"),
     ("/generate has token_ids_logprob", "logprob_token_ids token_ids_logprob"),
-    ("use repetition_penalty, frequency_penalty or presence_penalty", "repetition_detection"),
     ("thoughts are not bounded apart from the maximum of tokens", "thinking_token_budget"),
-    ("every option has a name of its own", "vllm_xargs custom_params extra_args"),
+    ("every option has a name of its own", "vllm_xargs"),
     ("name the adapter as model", "lora_path"),
-    (_RID, "rid request_id"),
+    ("/generate has rid; here the server makes the id", "rid request_id"),
     ("every request brings its whole prompt", "session_params session_id"),
     (_NO_PRIORITY, "priority"),
     (_NO_CACHE_KEY, "cache_salt extra_key"),
@@ -244,12 +240,11 @@ _BOTH = (
     ),
     ("/generate has return_routed_experts", "return_routed_experts routed_experts_prompt_start"),
     ("hidden states do not leave the engine", "return_hidden_states"),
-    ("it is not implemented", "watermarking return_token_offsets return_cached_tokens_details"),
+    ("it is not implemented", "return_token_offsets return_cached_tokens_details"),
     ("metrics count all requests and have no labels", "log_metrics custom_labels"),
 )
 
-COMPLETION = _foreign(
-    *_BOTH,
+COMPLETION = _BOTH | _foreign(
     ("the model continues its prompt and fills no gap", "suffix"),
     (NO_GRAMMAR, "response_format"),
     ("use prompt", "prompt_embeds input_embeds"),
@@ -257,8 +252,7 @@ COMPLETION = _foreign(
     ("use max_tokens", "max_completion_tokens"),
 )
 
-CHAT = _foreign(
-    *_BOTH,
+CHAT = _BOTH | _foreign(
     (TEXT_ONLY, "audio modalities media_io_kwargs"),
     ("use tools", "functions function_call web_search_options"),
     ("replies are not kept", "store"),

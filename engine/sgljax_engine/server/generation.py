@@ -78,21 +78,14 @@ def new_rids(count: int, prefix: str = "") -> list[str]:
 
 
 class Generation:
-    """The open requests of a server.
-
-    Attributes:
-        is_draining: Whether new requests are refused, since the server ends.
-        num_open: Samples that are not finished.
-        hurry: Ends the wait of `drain`.
-    """
+    """The open requests of a server."""
 
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
-        """Starts without open requests."""
         self._engine = engine
         self._config = config
-        self.is_draining = False
-        self.num_open = 0
-        self.hurry = asyncio.Event()
+        self.is_draining = False  # new requests are refused, since the server ends
+        self.num_open = 0  # samples
+        self.hurry = asyncio.Event()  # ends the wait of `drain`
         self._open: dict[int, Job] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -113,10 +106,9 @@ class Generation:
             return outputs if isinstance(outputs, list) else [outputs]
 
     async def stream(self, request: Request, job: Job) -> PieceStream:
-        """The pieces of a job's outputs, as of `TokenStream`.
+        """The pieces of a job's outputs; the caller closes them, which aborts what is left.
 
-        What the engine refuses at once is raised by this call, and not while iterating. The caller
-        closes the stream, which aborts what is left.
+        What the engine refuses at once is raised by this call, and not while iterating.
         """
         limit_s = self._halt_timeout(request)
         with contextlib.ExitStack() as admitted:
@@ -175,11 +167,8 @@ class Generation:
         except ValueError:
             value = -1.0
         if not 0 <= value < float("inf"):
-            raise HTTPError(
-                400,
-                f"{HALT_HEADER} must be a number of seconds >= 0, got {given!r}",
-                param=HALT_HEADER,
-            )
+            problem = f"{HALT_HEADER} must be a number of seconds >= 0, got {given!r}"
+            raise HTTPError(400, problem, param=HALT_HEADER)
         return value
 
 
