@@ -28,7 +28,7 @@ from sgljax_engine.server.body import (
 )
 from sgljax_engine.server.context import TEMPLATE_TIMEOUT_S, TooSlowError, Workers
 from sgljax_engine.server.responses import HTTPError
-from tests.server.served import served_golden
+from tests.server.served import serving
 from tests.threads import LIMIT_S
 
 ANY = TypeAdapter(object)
@@ -52,8 +52,8 @@ PIECES = [
 
 
 @pytest.fixture(scope="module")
-def served():
-    with served_golden(max_requests=8) as served:
+def served(golden):
+    with serving(golden, max_requests=8) as served:
         yield served
 
 

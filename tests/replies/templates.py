@@ -6,7 +6,7 @@ import json
 import sys
 
 from sgljax_engine.replies.formats import known_template
-from tests.server.replies import FORMS
+from tests.replies.forms import FORMS
 
 
 def templates() -> dict[str, object]:
