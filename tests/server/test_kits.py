@@ -64,21 +64,6 @@ def messages_of(message: Any) -> list[Any]:
     return [{"role": "user", "content": QUESTION}, message, result]
 
 
-def test_openai_for_python(scripted, tokenizer, added):
-    with openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="none", max_retries=0) as client:
-
-        def turn(messages: list[Any]) -> Any:
-            options = {**SETTINGS, "model": "policy", "tools": [TOOL], "extra_body": BODY}
-            reply: Any = client.chat.completions.create(messages=messages, **options)
-            return reply.choices[0]
-
-        choice = turn([{"role": "user", "content": QUESTION}])
-        assert choice.finish_reason == "length"  # the script is a character a token
-        messages = messages_of(choice.message.model_dump(exclude_none=True))
-        tokenizer.text = ANSWER
-        assert turn(messages).message.content == ANSWER
-
-
 def test_openai_for_node(scripted, tokenizer, added):
     options = {**SETTINGS, **BODY, "model": "policy", "tools": [TOOL]}
     reply = ask(scripted, "chat", messages=[{"role": "user", "content": QUESTION}], **options)
