@@ -151,6 +151,12 @@ def test_the_top_level_is_small(package):
     assert len(files) <= MAX_TOP_LEVEL[package], files
 
 
+def test_the_server_is_small():
+    folder = PACKAGES["sgljax_engine"] / "server"
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.py"))
+    assert len(files) <= 18, files
+
+
 @pytest.mark.parametrize("part", HOST_ONLY)
 def test_host_only_parts_import_no_jax(part):
     for name, path in modules("sgljax_engine").items():

@@ -8,14 +8,14 @@ import datetime
 import hashlib
 import importlib.metadata
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
@@ -287,27 +287,21 @@ class _Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         state, counters = self._state, self._state.counters
         used = 1 - state.available_kv_tokens / state.total_kv_tokens
-        yield self._metric(
-            GaugeMetricFamily, "num_open_samples", "Samples of HTTP requests.", self._num_open
-        )
-        yield self._metric(
-            GaugeMetricFamily,
-            "kv_cache_usage_perc",
-            "Part of the KV pages in use, in [0, 1].",
-            used,
-        )
+        yield self._gauge("num_open_samples", "Samples of HTTP requests.", self._num_open)
+        yield self._gauge("kv_cache_usage_perc", "Part of the KV pages in use, in [0, 1].", used)
         for name, (field, text) in _GAUGES.items():
-            yield self._metric(GaugeMetricFamily, name, text, float(getattr(state, field)))
+            yield self._gauge(name, text, getattr(state, field))
         for name, (field, text) in _TOTALS.items():
-            yield self._metric(CounterMetricFamily, name, text, getattr(counters, field))
+            yield self._metric(name, text, "counter", {"_total": getattr(counters, field)})
         for name, (count, seconds, text) in _SUMMARIES.items():
-            family = Metric(f"sgljax:{name}", text, "summary")
-            for part, field in (("count", count), ("sum", seconds)):
-                value = getattr(counters, field)
-                family.add_sample(f"sgljax:{name}_{part}", self._labels, value)
-            yield family
+            values = {"_count": getattr(counters, count), "_sum": getattr(counters, seconds)}
+            yield self._metric(name, text, "summary", values)
 
-    def _metric(self, family: Any, name: str, text: str, value: float) -> Metric:
-        made = family(f"sgljax:{name}", text, labels=list(self._labels))
-        made.add_metric(list(self._labels.values()), value)
-        return made
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        return self._metric(name, text, "gauge", {"": value})
+
+    def _metric(self, name: str, text: str, kind: str, values: Mapping[str, float]) -> Metric:
+        metric = Metric(f"sgljax:{name}", text, kind)
+        for end, value in values.items():
+            metric.add_sample(f"sgljax:{name}{end}", self._labels, value)
+        return metric
