@@ -208,6 +208,7 @@ class EventStream(StreamingResponse):
         async def send_in_time(message: Message) -> None:
             async with asyncio.timeout(_SEND_TIMEOUT_S):
                 await send(message)
+            await asyncio.sleep(0)  # else pieces that wait would be sent after a lost connection
 
         sending = asyncio.ensure_future(self.stream_response(send_in_time))
         gone = asyncio.ensure_future(_disconnected(receive))
