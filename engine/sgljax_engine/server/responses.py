@@ -256,8 +256,7 @@ def reply(value: Any, weight_version: int) -> Response:
     """A reply in JSON that says which weights it is of."""
     headers = {VERSION_HEADER: str(weight_version)}
     # One by one, so that other threads run between them.
-    several = f"[{','.join(map(to_json, value))}]" if isinstance(value, list) else None
-    content = to_json(value) if several is None else several
+    content = f"[{','.join(map(to_json, value))}]" if isinstance(value, list) else to_json(value)
     return Response(content, headers=headers, media_type="application/json")
 
 

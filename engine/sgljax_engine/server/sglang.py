@@ -26,14 +26,7 @@ from sgljax_engine.server.generation import Job, PieceStream, new_rids
 from sgljax_engine.server.responses import DONE, event
 from sgljax_engine.server.routes import DataRoute
 
-_ENGINE_NAMES = (
-    "max_new_tokens",
-    "min_new_tokens",
-    "detokenize",
-    "decode_behind_prompt",
-    "reasoning_tags",
-)
-_OWN_NAMES = (("sampling_seed", "seed"), ("no_stop_trim", "include_stop_str_in_output"))
+_SGLANGS_NAMES = {"sampling_seed": "seed", "no_stop_trim": "include_stop_str_in_output"}
 
 
 class SGLangSampling(SamplingFields):
@@ -51,16 +44,14 @@ class SGLangSampling(SamplingFields):
 
     def given(self) -> dict[str, Any]:
         """The given fields; both names of a field may be given if they agree."""
-        values = super().given()
-        for name in _ENGINE_NAMES:
-            if getattr(self, name) is not None:
-                values[name] = getattr(self, name)
-        for name, own in _OWN_NAMES:
-            value = getattr(self, name)
-            if value is None:
+        values = {name: getattr(self, name) for name in SGLangSampling.model_fields}
+        values = {name: value for name, value in values.items() if value is not None}
+        for name, own in _SGLANGS_NAMES.items():
+            if name not in values:
                 continue
+            value = values.pop(name)
             if values.setdefault(own, value) != value:
-                raise ValueError(f"{name}={value!r} contradicts {own}={values[own]!r}")
+                raise InvalidRequestError(f"{name}={value!r} contradicts {own}={values[own]!r}")
         return values
 
 
@@ -223,12 +214,7 @@ def _params(engine: Engine, given: Any, prompts: list[list[int]]) -> list[Sampli
     if given is None:
         return [_default_params(engine, len(ids)) for ids in prompts]
     each: list[SGLangSampling] = _each("sampling_params", given, len(prompts))
-    try:
-        return [SamplingParams().override(fields.given()) for fields in each]
-    except InvalidRequestError:
-        raise
-    except ValueError as error:  # two names of a field that contradict one another
-        raise InvalidRequestError(str(error)) from error
+    return [SamplingParams().override(fields.given()) for fields in each]
 
 
 def _default_params(engine: Engine, num_prompt_tokens: int) -> SamplingParams:
