@@ -205,7 +205,7 @@ MUTANTS = (
            ("tests/engine/test_checkpoint.py",),
            "restored tokens of other weights have the version of the new ones"),
     # ---------------------------------------------------------------- server
-    Mutant("conflict-is-bad-input", "server", f"{_ENGINE}/server/replies.py",
+    Mutant("conflict-is-bad-input", "server", f"{_ENGINE}/server/responses.py",
            'return HTTPError(409, str(error), kind="conflict_error")',
            'return HTTPError(400, str(error), kind="conflict_error")',
            ("tests/server/test_behaviour.py",),
@@ -220,7 +220,7 @@ MUTANTS = (
            "return {name: value for name, value in values.items() if value}",
            ("tests/server/test_openai.py", "tests/server/test_sglang.py"),
            "temperature 0 is ignored, and answers are random"),
-    Mutant("text-offsets-of-the-ends", "server", f"{_ENGINE}/server/openai/completions.py",
+    Mutant("text-offsets-of-the-ends", "server", f"{_ENGINE}/server/completions.py",
            "            offsets.append(progress.offset)\n"
            "            self._pass(token, progress, echoed if index < num_echoed else None)\n",
            "            self._pass(token, progress, echoed if index < num_echoed else None)\n"

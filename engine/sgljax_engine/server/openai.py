@@ -1,20 +1,55 @@
-"""Parts of OpenAI's replies that both routes have."""
+"""What OpenAI's routes share: fields of their requests, and parts of their replies."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar
 
-from sgljax_engine import Engine, InvalidRequestError, SamplingParams
+from pydantic import Field
+
+from sgljax_engine import Engine, ForeignField, InvalidRequestError, SamplingParams
 from sgljax_engine.server.context import ServerContext, TokenTexts
-from sgljax_engine.server.fields import sampling_params
-from sgljax_engine.server.openai.schemas import OpenAIRequest
-from sgljax_engine.server.replies import DONE, event
+from sgljax_engine.server.fields import STREAM_OPTIONS, Body, SamplingFields
+from sgljax_engine.server.responses import DONE, event
 
 Output = Mapping[str, Any]
 """An output, or a piece of one, as of `RequestOutput.to_dict`."""
+
+
+class StreamOptions(Body):
+    """Options for the end of a stream."""
+
+    foreign: ClassVar[Mapping[str, ForeignField]] = STREAM_OPTIONS
+
+    include_usage: bool = False
+
+
+class OpenAIRequest(SamplingFields):
+    """Fields that both routes take."""
+
+    empty_is_null: ClassVar[frozenset[str]] = frozenset({"model", "stop"})
+
+    model: str | None = Field(None, description="the model's name, or a loaded adapter's")
+    stream: bool = Field(False, description="answer with server-sent events")
+    stream_options: StreamOptions | None = Field(
+        None, description="`include_usage`: the last event has the counts of tokens"
+    )
+    max_tokens: int | None = Field(
+        None,
+        ge=0,
+        description="most tokens to sample; by default 16, in chat as many as the context holds",
+    )
+    min_tokens: int | None = Field(
+        None, ge=0, description="before there are so many, nothing ends the output"
+    )
+    user: str | None = Field(None, description="accepted and not used")
+    return_token_ids: bool = Field(False, description="ids of the prompt and of the output")
+    return_weight_versions: bool = Field(False, description="the version of each output token")
+    return_tokens_as_token_ids: bool = Field(
+        False, description="log-probs name a token `token_id:5`, not by its text"
+    )
 
 
 def head(kind: str, rid: str, model: str) -> dict[str, Any]:
@@ -44,14 +79,7 @@ def usage(outputs: Iterable[Output], num_samples: int) -> dict[str, Any]:
 def last_events(
     body: OpenAIRequest, head: Mapping[str, Any], last: Mapping[int, Output], num_samples: int
 ) -> Iterator[str]:
-    """The end of a stream: usage, if it was asked for, and the end mark.
-
-    Args:
-        body: The request.
-        head: The first fields of a chunk.
-        last: The last piece of each output, by its place.
-        num_samples: Of each prompt.
-    """
+    """The end of a stream of the last pieces: usage, if it was asked for, and the end mark."""
     if body.stream_options is not None and body.stream_options.include_usage:
         ordered = [last[index] for index in sorted(last)]
         yield event({**head, "choices": [], "usage": usage(ordered, num_samples)})
@@ -86,13 +114,6 @@ def token_name(body: OpenAIRequest, texts: TokenTexts, token: int) -> str:
     return token_id_name(token) if body.return_tokens_as_token_ids else texts[token]
 
 
-def last_version(engine: Engine, outputs: Sequence[Output]) -> int:
-    """The weight version that sampled the last token of a reply."""
-    versions = [output["meta_info"]["weight_version"] for output in outputs]
-    known = [version for version in versions if version is not None]
-    return max(known, default=engine.weight_version)
-
-
 def adapter(context: ServerContext, body: OpenAIRequest) -> str | None:
     """The adapter that the model's name means; the engine refuses one that is not loaded."""
     config = context.config
@@ -110,16 +131,8 @@ def request_params(
 ) -> SamplingParams:
     """Sampling parameters for a prompt; what is not given is as the model's folder has it.
 
-    Args:
-        engine: Has the limits.
-        body: The request.
-        num_prompt_tokens: Of the prompt.
-        max_tokens: What the client asked for.
-        default_tokens: Most tokens without it, if they fit; None takes as many as fit.
-        text_options: Fields of `SamplingParams` that say what the text is.
-
-    Raises:
-        InvalidRequestError: names the field, its value and its limit.
+    Without a maximum, `default_tokens` are sampled if they fit; None takes as many as fit.
+    `text_options` are fields that say what the text is.
     """
     given = {**body.given(), **(text_options or {})}
     limit = engine.max_new_tokens(num_prompt_tokens)
@@ -133,4 +146,4 @@ def request_params(
         wanted = limit if default_tokens is None else max(default_tokens, body.min_tokens or 0)
         max_tokens = min(limit, wanted)
     given |= {"max_new_tokens": max_tokens, "min_new_tokens": body.min_tokens}
-    return sampling_params(engine.get_default_sampling_params(), given)
+    return engine.get_default_sampling_params().override(given)

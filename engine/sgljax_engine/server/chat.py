@@ -2,47 +2,107 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+import functools
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
+from pydantic import Field
 from starlette.responses import Response
 
-from sgljax_engine import InvalidRequestError
+from sgljax_engine import MAX_TOP_LOGPROBS, ForeignField, InvalidRequestError
+from sgljax_engine.replies.formats import ReplyReading
+from sgljax_engine.replies.parser import ResponseParser
+from sgljax_engine.replies.values import Call
+from sgljax_engine.server import openai
 from sgljax_engine.server.context import ServerContext
+from sgljax_engine.server.conversation import Message, Tool, conversation_tokens
+from sgljax_engine.server.fields import (
+    CHAT,
+    NO_FORCED_CALL,
+    NO_GRAMMAR,
+    RESPONSE_FORMAT,
+    Body,
+    FirstErrorOnly,
+)
 from sgljax_engine.server.generation import Job, PieceStream, new_rids
-from sgljax_engine.server.openai import parts
-from sgljax_engine.server.openai.messages import template_messages
-from sgljax_engine.server.openai.models import check_model
-from sgljax_engine.server.openai.parts import Output
-from sgljax_engine.server.openai.reply_formats import ReplyReading
-from sgljax_engine.server.openai.response_parser import ResponseParser
-from sgljax_engine.server.openai.response_values import Call
-from sgljax_engine.server.openai.schemas import ChatRequest
-from sgljax_engine.server.openai.template import generation_prompt, template_options
-from sgljax_engine.server.prepared import prepared, written
-from sgljax_engine.server.replies import EventStream, event, reply
+from sgljax_engine.server.openai import OpenAIRequest, Output
+from sgljax_engine.server.responses import event
 from sgljax_engine.server.routes import OpenAIRoute
+
+_log = logging.getLogger(__name__)
+
+
+class ResponseFormat(Body):
+    """The only format there is."""
+
+    foreign: ClassVar[Mapping[str, ForeignField]] = RESPONSE_FORMAT
+    only: ClassVar[Mapping[str, tuple[Sequence[str], str]]] = {"type": (("text",), NO_GRAMMAR)}
+
+    type: Literal["text"]
+
+
+class ChatRequest(OpenAIRequest):
+    """Body of `/v1/chat/completions`."""
+
+    foreign: ClassVar[Mapping[str, ForeignField]] = CHAT
+    only: ClassVar[Mapping[str, tuple[Sequence[str], str]]] = {
+        "tool_choice": (("none", "auto"), NO_FORCED_CALL)
+    }
+
+    messages: Annotated[list[Message], FirstErrorOnly()] = Field(
+        min_length=1, description="the conversation; content is text or parts of text"
+    )
+    max_completion_tokens: int | None = Field(None, ge=1, description="the same as max_tokens")
+    logprobs: bool = Field(False, description="log-probs of the output's tokens")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS, description="log-probs of so many likely tokens too"
+    )
+    tools: list[Tool] | None = Field(None, description="functions that the model may call")
+    tool_choice: Literal["none", "auto"] | None = Field(
+        None, description='"auto" or "none": the model cannot be made to call a tool'
+    )
+    parallel_tool_calls: bool | None = Field(
+        None, description="false gives back the first call of an answer alone, as vLLM does"
+    )
+    response_format: ResponseFormat | None = Field(
+        None, description='`{"type": "text"}`: constrained decoding is not implemented'
+    )
+    metadata: dict[str, str] | None = Field(None, description="accepted and not used")
+    prompt_cache_key: str | None = Field(None, description="accepted and not used")
+    safety_identifier: str | None = Field(None, description="accepted and not used")
+    add_generation_prompt: bool | None = Field(
+        None,
+        description="end the prompt with the start of the assistant's answer; by default true "
+        "unless the last message is continued",
+    )
+    continue_final_message: bool = Field(
+        False, description="go on with the last message, an assistant's that was cut"
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="variables of the chat template, such as `enable_thinking`"
+    )
+    separate_reasoning: bool = Field(True, description="split thoughts off the content")
 
 
 def chat_routes(context: ServerContext) -> APIRouter:
     """The route."""
     router = APIRouter(route_class=OpenAIRoute)
-    engine, generation = context.engine, context.generation
 
     @router.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answers a conversation."""
-        await check_model(context, body.model)
-        call = await prepared(request, context, lambda: _Call(context, body), has_template=True)
-        if body.stream:
-            pieces = await generation.stream(request, call.job)
-            return EventStream(call.events(pieces), pieces, engine.weight_version)
-        outputs = await generation.run(request, call.job)
-        version = parts.last_version(engine, outputs)
-        return await written(context, outputs, lambda: reply(call.answer(outputs), version))
+        return await context.answer(
+            request, body.model, lambda: _Call(context, body), stream=body.stream, has_template=True
+        )
 
     return router
+
+
+@functools.cache  # once is enough
+def _warn_of_strict() -> None:
+    _log.warning("strict=true of tools has no effect: arguments are not constrained to the schema")
 
 
 class _Call:
@@ -53,19 +113,26 @@ class _Call:
         self._body = body
         self._texts = context.token_texts
         self._model = body.model or context.config.model_name
-        self._id = parts.reply_id("chatcmpl")
+        self._id = openai.reply_id("chatcmpl")
         tools = body.tools if body.tools and body.tool_choice != "none" else None
+        schemas = None
+        if tools:
+            schemas = {t.function.name: t.function.parameters or {} for t in tools}
+            if any(tool.function.strict for tool in tools):
+                _warn_of_strict()
         self._reading = ReplyReading(
             engine,
-            tools,
+            schemas,
             thinks=body.separate_reasoning,
             skips_special_tokens=body.skip_special_tokens is not False,
         )
-        self._prompt_ids = engine.apply_chat_template(
-            template_messages(body.messages),
-            add_generation_prompt=generation_prompt(body),
+        self._prompt_ids = conversation_tokens(
+            engine,
+            body.messages,
+            tools,
+            options=body.chat_template_kwargs,
+            add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
-            template_options=template_options(body.chat_template_kwargs, tools),
             max_tokens=engine.max_model_len,
         )
         self._prompt = engine.detokenize(self._prompt_ids, skip_special_tokens=None)
@@ -82,7 +149,7 @@ class _Call:
             logprobs = {"return_logprob": True, "top_logprobs_num": body.top_logprobs or 0}
         if max_tokens == 0:
             raise InvalidRequestError("max_tokens must be >= 1, got 0")
-        params = parts.request_params(
+        params = openai.request_params(
             engine, body, len(self._prompt_ids), max_tokens, text_options=self._text_options()
         )
         self._num_samples = params.n
@@ -91,7 +158,7 @@ class _Call:
             sampling_params=[params],
             rids=new_rids(1, f"{self._id}-"),
             logprobs=logprobs,
-            lora=[parts.adapter(context, body)],
+            lora=[openai.adapter(context, body)],
         )
 
     def _text_options(self) -> dict[str, Any]:
@@ -107,12 +174,12 @@ class _Call:
             self._prompt, max_calls=1 if self._body.parallel_tool_calls is False else None
         )
 
-    def answer(self, outputs: Sequence[Output]) -> dict[str, Any]:
+    def answer(self, outputs: list[dict[str, Any]]) -> dict[str, Any]:
         """The whole reply."""
         return {
-            **parts.head("chat.completion", self._id, self._model),
+            **openai.head("chat.completion", self._id, self._model),
             "choices": [self._choice(index, output) for index, output in enumerate(outputs)],
-            "usage": parts.usage(outputs, self._num_samples),
+            "usage": openai.usage(outputs, self._num_samples),
             **self._prompt_fields(),
         }
 
@@ -128,7 +195,7 @@ class _Call:
         if parser.calls:
             message["content"] = content or None
             message["tool_calls"] = [call.to_dict(i) for i, call in enumerate(parser.calls)]
-        ids = parts.id_fields(self._body, output)
+        ids = openai.id_fields(self._body, output)
         if self._body.return_token_ids:
             # A client that sends the message back, as it is, keeps the tokens.
             message |= {"token_ids": ids["token_ids"], **self._prompt_fields()}
@@ -142,7 +209,7 @@ class _Call:
 
     async def events(self, pieces: PieceStream) -> AsyncIterator[str]:
         """The reply as a stream of chunks."""
-        head = parts.head("chat.completion.chunk", self._id, self._model)
+        head = openai.head("chat.completion.chunk", self._id, self._model)
         parsers = [self._parser() for _ in range(self._num_samples)]
         for index in range(self._num_samples):
             delta = {"role": "assistant", "content": ""}
@@ -153,7 +220,7 @@ class _Call:
             index = piece["index"]
             last[index] = piece
             yield event({**head, "choices": [self._chunk(index, piece, parsers[index])]})
-        for each in parts.last_events(self._body, head, last, self._num_samples):
+        for each in openai.last_events(self._body, head, last, self._num_samples):
             yield each
 
     def _chunk(self, index: int, piece: Output, parser: ResponseParser) -> dict[str, Any]:
@@ -174,7 +241,7 @@ class _Call:
             "delta": delta,
             "logprobs": self._logprobs(piece),
             **_finish(piece, parser.calls),
-            **parts.id_fields(self._body, piece),
+            **openai.id_fields(self._body, piece),
         }
 
     def _logprobs(self, output: Output) -> dict[str, Any] | None:
@@ -192,12 +259,12 @@ class _Call:
     def _entry(self, entry: Any) -> dict[str, Any]:
         logprob, token, _ = entry
         known = self._texts.bytes_of(token)
-        name = parts.token_name(self._body, self._texts, token)
+        name = openai.token_name(self._body, self._texts, token)
         return {"token": name, "logprob": logprob, "bytes": known and list(known)}
 
 
 def _finish(output: Output, calls: Sequence[Call]) -> dict[str, Any]:
-    fields = parts.finish_fields(output)
+    fields = openai.finish_fields(output)
     if calls and fields["finish_reason"] == "stop":
         fields["finish_reason"] = "tool_calls"
     return fields

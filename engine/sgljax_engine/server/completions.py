@@ -5,20 +5,19 @@ from __future__ import annotations
 import codecs
 import dataclasses
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
+from pydantic import Field
 from starlette.responses import Response
 
-from sgljax_engine import InvalidRequestError
+from sgljax_engine import MAX_TOP_LOGPROBS, ForeignField, InvalidRequestError
+from sgljax_engine.server import openai
 from sgljax_engine.server.context import ServerContext
+from sgljax_engine.server.fields import COMPLETION, ListsOfTokenIds, Texts, TokenIds
 from sgljax_engine.server.generation import Job, PieceStream, new_rids
-from sgljax_engine.server.openai import parts
-from sgljax_engine.server.openai.models import check_model
-from sgljax_engine.server.openai.parts import Output, token_id_name
-from sgljax_engine.server.openai.schemas import CompletionRequest
-from sgljax_engine.server.prepared import prepared, written
-from sgljax_engine.server.replies import EventStream, event, reply
+from sgljax_engine.server.openai import OpenAIRequest, Output, token_id_name
+from sgljax_engine.server.responses import event
 from sgljax_engine.server.routes import OpenAIRoute
 
 _REPLACEMENT = "\ufffd"
@@ -29,22 +28,33 @@ _DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
 
 
+class CompletionRequest(OpenAIRequest):
+    """Body of `/v1/completions`."""
+
+    foreign: ClassVar[Mapping[str, ForeignField]] = COMPLETION
+
+    prompt: str | TokenIds | Texts | ListsOfTokenIds = Field(
+        description="text or token ids, one prompt or a list of them"
+    )
+    add_special_tokens: bool = Field(
+        True, description="tokenize a text with BOS; false for a text that has it"
+    )
+    echo: bool = Field(False, description="put the prompt before the text, and into the log-probs")
+    logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS, description="log-probs, and of so many likely tokens"
+    )
+
+
 def completion_routes(context: ServerContext) -> APIRouter:
     """The route."""
     router = APIRouter(route_class=OpenAIRoute)
-    engine, generation = context.engine, context.generation
 
     @router.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continues prompts, given as text or as token ids."""
-        await check_model(context, body.model)
-        call = await prepared(request, context, lambda: _Call(context, body))
-        if body.stream:
-            pieces = await generation.stream(request, call.job)
-            return EventStream(call.events(pieces), pieces, engine.weight_version)
-        outputs = await generation.run(request, call.job)
-        version = parts.last_version(engine, outputs)
-        return await written(context, outputs, lambda: reply(call.answer(outputs), version))
+        return await context.answer(
+            request, body.model, lambda: _Call(context, body), stream=body.stream
+        )
 
     return router
 
@@ -79,7 +89,7 @@ class _Call:
         self._texts = context.token_texts
         self._engine = context.engine
         self._model = body.model or context.config.model_name
-        self._id = parts.reply_id("cmpl")
+        self._id = openai.reply_id("cmpl")
         self._prompts = self._read_prompts(context)
         self._num_samples = body.n or 1
         if body.max_tokens == 0 and not body.echo:
@@ -92,7 +102,7 @@ class _Call:
         self.job = Job(
             input_ids=[ids for _, ids in self._prompts],
             sampling_params=[
-                parts.request_params(
+                openai.request_params(
                     self._engine,
                     body,
                     len(ids),
@@ -103,7 +113,7 @@ class _Call:
             ],
             rids=new_rids(len(self._prompts), f"{self._id}-"),
             logprobs=logprobs,
-            lora=[parts.adapter(context, body)] * len(self._prompts),
+            lora=[openai.adapter(context, body)] * len(self._prompts),
         )
 
     def _read_prompts(self, context: ServerContext) -> list[tuple[str | None, list[int]]]:
@@ -125,26 +135,26 @@ class _Call:
             max_tokens=self._engine.max_model_len,
         )
 
-    def answer(self, outputs: Sequence[Output]) -> dict[str, Any]:
+    def answer(self, outputs: list[dict[str, Any]]) -> dict[str, Any]:
         """The whole reply."""
         return {
-            **parts.head("text_completion", self._id, self._model),
+            **openai.head("text_completion", self._id, self._model),
             "choices": [
                 self._choice(index, output, _Progress()) for index, output in enumerate(outputs)
             ],
-            "usage": parts.usage(outputs, self._num_samples),
+            "usage": openai.usage(outputs, self._num_samples),
         }
 
     async def events(self, pieces: PieceStream) -> AsyncIterator[str]:
         """The reply as a stream of chunks."""
-        head = parts.head("text_completion", self._id, self._model)
+        head = openai.head("text_completion", self._id, self._model)
         progress = [_Progress() for _ in range(self.job.num_samples)]
         last: dict[int, Output] = {}
         async for piece in pieces:
             index = piece["index"]
             last[index] = piece
             yield event({**head, "choices": [self._choice(index, piece, progress[index])]})
-        for each in parts.last_events(self._body, head, last, self._num_samples):
+        for each in openai.last_events(self._body, head, last, self._num_samples):
             yield each
 
     def _choice(self, index: int, output: Output, progress: _Progress) -> dict[str, Any]:
@@ -157,8 +167,8 @@ class _Call:
         if self._body.logprobs is not None:
             echoed = choice["text"] if self._body.echo and is_first else None
             choice["logprobs"] = self._logprobs(output, progress, ids, echoed)
-        choice |= parts.finish_fields(output)
-        choice |= parts.id_fields(self._body, output)
+        choice |= openai.finish_fields(output)
+        choice |= openai.id_fields(self._body, output)
         if self._body.return_token_ids and is_first:
             choice["prompt_token_ids"] = ids
         return choice
@@ -248,4 +258,4 @@ class _Call:
         return named
 
     def _name(self, token: int) -> str:
-        return parts.token_name(self._body, self._texts, token)
+        return openai.token_name(self._body, self._texts, token)

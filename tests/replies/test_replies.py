@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgljax_engine import InvalidConfigError
-from sgljax_engine.server.openai import response_parser
-from sgljax_engine.server.openai.reply_formats import find_format, known_template
-from sgljax_engine.server.openai.response_parser import ResponseParser, Split
-from sgljax_engine.server.openai.response_template import CALLS, load_template
-from sgljax_engine.server.openai.response_values import Call
-from tests.server.replies import (
+from sgljax_engine.replies import parser as response_parser
+from sgljax_engine.replies.formats import find_format, known_template
+from sgljax_engine.replies.parser import ResponseParser, Split
+from sgljax_engine.replies.template import CALLS, load_template
+from sgljax_engine.replies.values import Call
+from tests.replies.forms import (
     FORMS,
     NUM_REPLIES,
     TOOLS,
@@ -30,7 +30,7 @@ from tests.server.replies import (
     make_reply,
     normal_form,
 )
-from tests.server.response_answers import templates
+from tests.replies.templates import templates
 
 GOLDENS = Path(__file__).parents[1] / "golden" / "response_parser.json"
 SCHEMAS = {each["function"]["name"]: each["function"]["parameters"] for each in TOOLS}

@@ -1,18 +1,34 @@
-"""Reads JSON bodies. What holds too much is refused by counts, before anything is made of it."""
+"""Reads bodies; what is above a limit of docs/server.md is refused before work is done for it."""
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
+from starlette.types import Message, Receive, Scope
 
-from sgljax_engine.server.limits import MAX_FIELDS, MAX_MESSAGES, MAX_TOOLS, SMALL_BYTES, BodyLimits
-from sgljax_engine.server.replies import HTTPError, validation_error
+from sgljax_engine import Engine
+from sgljax_engine.server.config import ServerConfig
+from sgljax_engine.server.responses import HTTPError, validation_error
 
-_PLAIN = frozenset({int, float, bool, type(None)})
+SMALL_BYTES = 2048
+"""A body that is parsed and tokenized within about a millisecond, on the event loop itself."""
+
+MAX_MESSAGES = 4096
+MAX_TOOLS = 1024
+MAX_FIELDS = 1024
+"""Most fields of one JSON object; `logit_bias` may hold the vocabulary."""
+
+TOKENIZE_FACTOR = 4
+"""`/tokenize` takes texts of so many times `max_model_len` tokens: clients cut them by it."""
+
+_MAX_BYTES_PER_TOKEN = 256 * 12
+"""No vocabulary has longer entries, and two escapes in JSON make one character."""
 
 _SLICE_BYTES = 1 << 18
 """Other threads run between two slices."""
@@ -20,20 +36,80 @@ _SLICE_BYTES = 1 << 18
 _MAX_ERRORS = 1000
 """Pydantic makes a dict of each error; of more, none is shown."""
 
+_PLAIN = frozenset({int, float, bool, type(None)})
 _NAMES = {str: "a string", list: "a list", int: "a number", float: "a number", bool: "a boolean"}
-
 _BRACKETS = bytes.maketrans(b"]{}", b"[[[")
-
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BodyLimits:
+    """Counts of a JSON body."""
+
+    max_containers: int  # objects and lists
+    max_members: int  # of all objects
+    max_strings: int  # names of fields included
+    max_entries: int  # of one list
+    max_literal_bytes: int  # of one string as it is written
+    max_prompts: int  # entries of any list of one entry a prompt
+    vocab_size: int  # fields of `logit_bias`
+
+    @classmethod
+    def for_server(cls, engine: Engine, config: ServerConfig) -> BodyLimits:
+        """Limits that the largest requests which can be served are far from."""
+        count, vocab_size = max(4096, config.max_requests), engine.model_config.vocab_size
+        max_tokens = TOKENIZE_FACTOR * engine.max_model_len
+        return cls(
+            max_containers=16 * count,
+            max_members=32 * count,
+            max_strings=96 * count,
+            max_entries=max(count, max_tokens, vocab_size),
+            max_literal_bytes=_MAX_BYTES_PER_TOKEN * max_tokens,
+            max_prompts=config.max_requests,
+            vocab_size=vocab_size,
+        )
+
+
+async def whole_body(scope: Scope, receive: Receive, config: ServerConfig) -> Receive | None:
+    """Reads the whole body of a request.
+
+    Returns:
+        What gives the body again, in one piece; None if the client is gone.
+
+    Raises:
+        HTTPError: 413 above `max_body_bytes`, 408 after `body_timeout_s`.
+    """
+    limit, parts = config.max_body_bytes, list[Message]()
+    # What is left of a body is not read: the connection is of no more use.
+    closing = {"Connection": "close"}
+    declared = dict(scope["headers"]).get(b"content-length", b"0")
+    # A server refuses a length that is not a number; here it only saves reading.
+    size = int(declared) if declared.isdigit() else 0
+    body = bytearray()
+    try:
+        async with asyncio.timeout(config.body_timeout_s):
+            while max(size, len(body)) <= limit and not parts:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                body += message.get("body", b"")
+                if not message.get("more_body", False):
+                    parts.append({"type": "http.request", "body": bytes(body), "more_body": False})
+    except TimeoutError:
+        problem = f"the body did not come within {config.body_timeout_s} s"
+        raise HTTPError(408, problem, headers=closing) from None
+    if max(size, len(body)) > limit:
+        problem = f"the body has more than max_body_bytes = {limit} bytes"
+        raise HTTPError(413, problem, headers=closing)
+
+    async def replay() -> Message:
+        return parts.pop() if parts else await receive()
+
+    return replay
 
 
 def read_body(body: bytes, kind: TypeAdapter[Any], limits: BodyLimits) -> Any:
     """The checked body of a request. Any thread.
-
-    Args:
-        body: UTF-8.
-        kind: What it must be.
-        limits: Checked before the work that they bound.
 
     Raises:
         HTTPError: 400 with the field's name, value and limit.

@@ -1,4 +1,4 @@
-"""The text of an output stands behind its prompt, with the tokenizers of Llama 2 and Mistral."""
+"""The text of an output with other tokenizers: of Llama 2 and Mistral, and of Tunix's kind."""
 
 from __future__ import annotations
 
@@ -11,21 +11,27 @@ from tests.engine import small_tokenizers
 from tests.geometry import SMALL
 from tests.server.served import FOLDER, events_of, serving
 
+SPACED = small_tokenizers.byte_fallback()
+
 
 @pytest.fixture(scope="module")
 def served():
-    with (
-        Engine(FOLDER, tokenizer=small_tokenizers.byte_fallback(), **SMALL) as engine,
-        serving(engine) as served,
-    ):
+    with Engine(FOLDER, tokenizer=SPACED, **SMALL) as engine, serving(engine) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def of_chars():
+    """With a tokenizer that cannot be told to keep special tokens."""
+    tokenizer = small_tokenizers.CharTokenizer()
+    with Engine(FOLDER, tokenizer=tokenizer, **SMALL) as engine, serving(engine) as served:
         yield served
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_space_between_them(served, stream):
     """The decoder strips the first space of a text."""
-    tokenizer = small_tokenizers.byte_fallback()
-    ids: Any = tokenizer.convert_tokens_to_ids(["a", f"{small_tokenizers.SPACE}the"])
+    ids: Any = SPACED.convert_tokens_to_ids(["a", f"{small_tokenizers.SPACE}the"])
     a, the = ids
     fields = {"temperature": 0, "logit_bias": {str(the): 100}, "stream": stream}
 
@@ -48,3 +54,23 @@ def test_the_space_between_them(served, stream):
     assert text("/generate", generate) == " the the"
     alone = {**params, "decode_behind_prompt": False}
     assert text("/generate", {**generate, "sampling_params": alone}) == "the the"
+
+
+def test_completions_have_the_text_of_each_token(of_chars):
+    fields = {"temperature": 0, "max_tokens": 5, "ignore_eos": True, "return_token_ids": True}
+    body = {"prompt": [5, 65, 66], "logprobs": 1, "echo": True, **fields}
+    (choice,) = of_chars.ok("/v1/completions", body)["choices"]
+    ids = [5, 65, 66, *choice["token_ids"]]
+    assert choice["logprobs"]["tokens"] == [chr(token) for token in ids]
+    assert choice["text"] == "".join(choice["logprobs"]["tokens"])
+
+
+def test_generate_has_the_text_of_each_token(of_chars):
+    body = {"input_ids": [5, 65], "return_logprob": True, "return_text_in_logprobs": True}
+    reply = of_chars.ok("/generate", {**body, "sampling_params": {"max_new_tokens": 5}})
+    for _, token, text in reply["meta_info"]["output_token_logprobs"]:
+        assert text == chr(token)
+
+
+def test_detokenize(of_chars):
+    assert of_chars.ok("/detokenize", {"tokens": [65, 2, 66]})["prompt"] == "A\x02B"

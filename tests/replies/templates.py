@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 
-from sgljax_engine.server.openai.reply_formats import known_template
-from tests.server.replies import FORMS
+from sgljax_engine.replies.formats import known_template
+from tests.replies.forms import FORMS
 
 
 def templates() -> dict[str, object]:

@@ -4,7 +4,7 @@ A template names fields (thoughts, content, tool calls), the marks around each a
 stands between them; transformers' docs page "Response Parsing" defines it. transformers reads it
 with `utils.chat_parsing.ResponseParser`, from 5.13 on. Those versions need safetensors >= 0.8,
 which google-tunix 0.1.7 forbids: 5.12.1 is the newest that installs beside Tunix. So
-`response_parser.py` reads the same templates; tests compare the two.
+`parser.py` reads the same templates; tests compare the two.
 """
 
 from __future__ import annotations

@@ -1,37 +1,73 @@
-"""SGLang's routes that control the engine: pause, continue, abort, flush, weights, memory."""
+"""Routes of the admin key: pause, continue, abort, flush, weights, sleep; SGLang's and vLLM's."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
+from pydantic import Field
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from sgljax_engine import (
     AbortReq,
+    Engine,
     EngineError,
     EngineStateError,
     InvalidRequestError,
-    PauseGenerationReqInput,
 )
 from sgljax_engine.server.context import ServerContext
-from sgljax_engine.server.replies import as_http_error, error_body
+from sgljax_engine.server.fields import Body
+from sgljax_engine.server.responses import as_http_error, error_body
 from sgljax_engine.server.routes import AdminRoute
-from sgljax_engine.server.sglang.schemas import (
-    AbortRequest,
-    Empty,
-    MemoryOccupation,
-    PauseGeneration,
-    UpdateWeightsFromDisk,
-)
 
 logger = logging.getLogger(__name__)
 
 _FLUSH_NOTE = (
     "(When requests are running, or paused in place, the operation will not be performed.)\n"
 )
+
+
+class PauseGeneration(Body):
+    """Body of `/pause_generation`."""
+
+    mode: Literal["abort", "retract", "in_place", "wait"] = "abort"
+
+
+class Empty(Body):
+    """A body without fields."""
+
+
+class AbortRequest(Body):
+    """Body of `/abort_request`."""
+
+    rid: str | None = None
+    abort_all: bool = False
+    finished_reason: dict[str, Any] | None = None
+    aborted_message: str | None = None
+
+
+class UpdateWeightsFromDisk(Body):
+    """Body of `/update_weights_from_disk`."""
+
+    model_path: str = Field(description="a folder of safetensors below weights_root")
+    load_format: Literal["auto", "safetensors"] | None = None
+    mode: Literal["abort", "retract", "in_place", "wait"] | None = None
+    flush_cache: bool | None = None
+    block_generation: bool | None = Field(
+        None,
+        description="instead of mode: false lets started requests finish first, true interrupts "
+        "them, and flush_cache then says whether they are prefilled anew",
+    )
+    abort_all_requests: bool = Field(False, description='the same as mode "abort"')
+    weight_version: str | None = Field(None, description="a label of the new version")
+
+
+class MemoryOccupation(Body):
+    """Body of `/release_memory_occupation` and `/resume_memory_occupation`."""
+
+    tags: list[Literal["weights", "kv_cache"]] | None = None
 
 
 def control_routes(context: ServerContext) -> APIRouter:
@@ -41,8 +77,7 @@ def control_routes(context: ServerContext) -> APIRouter:
     @router.post("/pause_generation")
     async def pause_generation(body: PauseGeneration | None = None) -> dict[str, Any]:
         """Pauses generation; see `Engine.pause_generation`. The default mode is SGLang's."""
-        mode = PauseGenerationReqInput().mode if body is None else body.mode
-        await engine.async_pause_generation(mode)
+        await engine.async_pause_generation((body or PauseGeneration()).mode)
         return {"message": "Generation paused successfully.", "status": "ok"}
 
     @router.post("/continue_generation")
@@ -105,16 +140,68 @@ def control_routes(context: ServerContext) -> APIRouter:
     @router.post("/release_memory_occupation")
     async def release_memory_occupation(body: MemoryOccupation | None = None) -> dict[str, Any]:
         """Frees memory, of all or of what the tags name; the weights are kept on the host."""
-        tags = None if body is None else body.tags
+        tags = (body or MemoryOccupation()).tags
         return {"status": "ok", "num_bytes": await engine.async_sleep(1, tags=tags)}
 
     @router.post("/resume_memory_occupation")
     async def resume_memory_occupation(body: MemoryOccupation | None = None) -> dict[str, Any]:
         """Takes memory again, of all or of what the tags name."""
-        tags = None if body is None else body.tags
+        tags = (body or MemoryOccupation()).tags
         return {"status": "ok", "num_bytes": await engine.async_wake_up(tags)}
 
+    _add_vllms(router, engine)
     return router
+
+
+def _add_vllms(router: APIRouter, engine: Engine) -> None:
+    """Adds vLLM's names."""
+
+    @router.post("/sleep")
+    async def sleep(
+        level: Annotated[Literal["1", "2"], Query()] = "1",
+        preserve_state: Annotated[bool, Query()] = False,
+        tags: Annotated[list[Literal["weights", "kv_cache"]] | None, Query()] = None,
+    ) -> Response:
+        """Frees memory, of all or of what the tags name; see `Engine.sleep`."""
+        await engine.async_sleep(int(level), preserve_state, tags=tags)
+        return Response()
+
+    @router.post("/wake_up")
+    async def wake_up(
+        tags: Annotated[list[Literal["weights", "kv_cache"]] | None, Query()] = None,
+    ) -> Response:
+        """Takes memory again, of all or of what the tags name."""
+        await engine.async_wake_up(tags)
+        return Response()
+
+    @router.post("/pause")
+    async def pause(
+        mode: Annotated[Literal["abort", "wait", "keep"] | None, Query()] = None,
+        wait_for_inflight_requests: Annotated[bool, Query()] = False,
+        clear_cache: Annotated[bool, Query()] = True,
+    ) -> dict[str, str]:
+        """Pauses generation; see `Engine.pause_generation`. Modes and defaults are vLLM's.
+
+        "keep" is in_place, and keeps the prefix cache too.
+        """
+        if wait_for_inflight_requests and mode not in (None, "wait"):
+            raise InvalidRequestError(
+                f"wait_for_inflight_requests=true means mode=wait, got mode={mode}"
+            )
+        if wait_for_inflight_requests:
+            mode = "wait"
+        await engine.async_pause_generation("in_place" if mode == "keep" else mode or "abort")
+        if clear_cache and mode != "keep":
+            flushed = await engine.async_flush_cache()
+            if not flushed.success:  # another caller has continued generation
+                raise EngineStateError(f"the cache was not cleared: {flushed.error_msg}")
+        return {"status": "paused"}
+
+    @router.post("/resume")
+    async def resume() -> dict[str, str]:
+        """Continues generation."""
+        await engine.async_continue_generation()
+        return {"status": "resumed"}
 
 
 def _folder(root: Path | None, given: str) -> Path:

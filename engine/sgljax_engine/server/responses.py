@@ -1,20 +1,18 @@
-"""Errors and streams as HTTP replies, in the dialect of their route."""
+"""Errors, JSON and streams as HTTP responses."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import reprlib
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.responses import JSONResponse, Response
 
 from sgljax_engine import (
     CompileForbiddenError,
@@ -27,22 +25,25 @@ from sgljax_engine.server.fields import FOREIGN_FIELD, UNKNOWN_FIELD
 VERSION_HEADER = "x-weight-version"
 """The weight version that sampled the last token of a reply; of a stream, that at its start."""
 
-RETRY_AFTER_S = 1
+OPENAI_WORDS = "sgljax_engine.openai_words"
+"""Key of a request's scope: whether its errors name OpenAI's fields."""
 
+DONE = "data: [DONE]\n\n"
+
+_OPENAI_WORDS = {
+    "template_options": "chat_template_kwargs",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "top_logprobs_num": "top_logprobs",
+}
 _VERY_UNLIKELY = -9999.0
-
-_SEND_TIMEOUT_S = 60.0
-"""Seconds for a client to take what it was sent; one that reads nothing is taken for gone."""
+_RETRY_AFTER_S = 1
 
 _CLIENT_GONE = 499
 """Nginx's status for a client that is gone; only a proxy would see it."""
 
-
 _MAX_MESSAGE_CHARS = 2000
-"""A message that quotes a value says enough of it."""
-
 _MAX_PARAM_CHARS = 200
-
 _SHORT = reprlib.Repr()
 """Shortens the repr of a value of any size."""
 _SHORT.maxlevel = 4
@@ -51,7 +52,7 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 160
 
 
 class HTTPError(Exception):
-    """Ends a request with a status and a message."""
+    """Ends a request with a status and a message; the other fields are those of OpenAI's error."""
 
     def __init__(
         self,
@@ -63,16 +64,7 @@ class HTTPError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """An error.
-
-        Args:
-            status: Of the reply.
-            message: For the client's developer.
-            kind: OpenAI's `type` of the error.
-            param: Name of the field that is wrong.
-            code: OpenAI's `code`; None is the status.
-            headers: More headers.
-        """
+        """`param` names the wrong field, and `code` None is the status."""
         if len(message) > _MAX_MESSAGE_CHARS:
             message = f"{message[:_MAX_MESSAGE_CHARS]}..."
         super().__init__(message)
@@ -90,7 +82,7 @@ class ClientGoneError(Exception):
 
 def overloaded(message: str) -> HTTPError:
     """An error after which the client is to try again."""
-    headers = {"Retry-After": str(RETRY_AFTER_S)}
+    headers = {"Retry-After": str(_RETRY_AFTER_S)}
     return HTTPError(503, message, kind="service_unavailable", headers=headers)
 
 
@@ -107,33 +99,16 @@ def as_http_error(error: BaseException) -> HTTPError:
     return HTTPError(500, f"{type(error).__name__}: {error}", kind="server_error")
 
 
-OPENAI_WORDS = "sgljax_engine.openai_words"
-"""Key of a request's scope: whether its errors name OpenAI's fields."""
-
-_OPENAI_WORDS = {
-    "template_options": "chat_template_kwargs",
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "top_logprobs_num": "top_logprobs",
-}
-
-
-def in_openai_words(message: str) -> str:
-    """The engine's message with OpenAI's names of fields."""
-    for own, name in _OPENAI_WORDS.items():
-        message = message.replace(own, name)
-    return message
-
-
 def error_body(error: HTTPError) -> dict[str, Any]:
     """OpenAI's error object, which SGLang and vLLM use too."""
-    inner = {
-        "message": error.message,
-        "type": error.kind,
-        "param": error.param,
-        "code": error.code,
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.kind,
+            "param": error.param,
+            "code": error.code,
+        }
     }
-    return {"error": inner}
 
 
 def error_response(error: HTTPError) -> JSONResponse:
@@ -142,14 +117,7 @@ def error_response(error: HTTPError) -> JSONResponse:
 
 
 class ErrorObject(BaseModel):
-    """The error of a refused or failed call.
-
-    Attributes:
-        message: For the client's developer.
-        type: OpenAI's kind of the error.
-        param: Name of the field that is wrong.
-        code: The HTTP status, or OpenAI's word for the error.
-    """
+    """The error of a refused or failed call. `code` is the status, or OpenAI's word for it."""
 
     message: str
     type: str
@@ -181,28 +149,15 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 """Error replies, for the OpenAPI schema."""
 
 
-def describe_errors(app: FastAPI) -> None:
-    """Takes out of the schema what FastAPI would answer to bad input: here it is status 400."""
-    make = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        schema = make()
-        for operations in schema["paths"].values():
-            for operation in operations.values():
-                operation["responses"].pop("422", None)
-        return schema
-
-    app.openapi = openapi  # as FastAPI's documentation says
-
-
 def add_error_handlers(app: FastAPI) -> None:
-    """Answers every exception of a route with an error object."""
+    """Answers every exception of a route with an error object, and says so in the schema."""
 
     async def failed(request: Request, error: Exception) -> Response:
         answer = as_http_error(error)
         # The server's own errors have the client's words.
         if request.scope.get(OPENAI_WORDS) and not isinstance(error, HTTPError):
-            answer.message = in_openai_words(answer.message)
+            for own, name in _OPENAI_WORDS.items():
+                answer.message = answer.message.replace(own, name)
         return error_response(answer)
 
     async def gone(request: Request, error: Exception) -> Response:
@@ -227,6 +182,16 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(EngineError, failed)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
+    make = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        schema = make()
+        for operations in schema["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)  # FastAPI's own: here it is 400
+        return schema
+
+    app.openapi = openapi  # as FastAPI's documentation says
 
 
 def validation_error(problems: Sequence[Any]) -> HTTPError:
@@ -237,24 +202,22 @@ def validation_error(problems: Sequence[Any]) -> HTTPError:
     # Where a field may have several types, pydantic puts the type that it tried into the path.
     outer = ("body", "query", "header")
     path = [str(part) for part in problem["loc"] if part not in outer and not _is_type(part)]
-    context = problem.get("ctx", {})
-    if problem["type"] in (UNKNOWN_FIELD, FOREIGN_FIELD):
+    kind, context = problem["type"], problem.get("ctx", {})
+    if kind in (UNKNOWN_FIELD, FOREIGN_FIELD):
         path.append(context["name"])
     name = ".".join(path)[:_MAX_PARAM_CHARS]
-    if problem["type"] == "json_invalid":
-        return HTTPError(400, f"the body is not JSON: {context['error']}")
-    if problem["type"] == UNKNOWN_FIELD:
+    if kind == UNKNOWN_FIELD:
         shown = _SHORT.repr(name)
-        return HTTPError(400, f"unknown field {shown}{context['hint']}", param=shown.strip("'"))
-    if problem["type"] == FOREIGN_FIELD:
+        name, message = shown.strip("'"), f"unknown field {shown}{context['hint']}"
+    elif kind == FOREIGN_FIELD:
         value = _SHORT.repr(context["value"])
-        return HTTPError(400, f"{name}={value} is not supported: {context['instead']}", param=name)
-    if problem["type"] == "missing":
-        where = name or "a JSON object as body"
-        return HTTPError(400, f"{where} is missing", param=name or None)
-    message = problem["msg"].removeprefix("Value error, ")
-    value = _SHORT.repr(problem["input"])
-    return HTTPError(400, f"{name or 'the body'}: {message}, got {value}", param=name or None)
+        message = f"{name}={value} is not supported: {context['instead']}"
+    elif kind == "missing":
+        message = f"{name or 'a JSON object as body'} is missing"
+    else:
+        value, text = _SHORT.repr(problem["input"]), problem["msg"].removeprefix("Value error, ")
+        message = f"{name or 'the body'}: {text}, got {value}"
+    return HTTPError(400, message, param=name or None)
 
 
 def _is_type(part: Any) -> bool:
@@ -289,21 +252,17 @@ def _bounded(value: Any) -> Any:
     return value
 
 
-def reply(value: Any, weight_version: int, status: int = 200) -> Response:
+def reply(value: Any, weight_version: int) -> Response:
     """A reply in JSON that says which weights it is of."""
     headers = {VERSION_HEADER: str(weight_version)}
     # One by one, so that other threads run between them.
-    several = f"[{','.join(map(to_json, value))}]" if isinstance(value, list) else None
-    content = to_json(value) if several is None else several
-    return Response(content, status, headers, media_type="application/json")
+    content = f"[{','.join(map(to_json, value))}]" if isinstance(value, list) else to_json(value)
+    return Response(content, headers=headers, media_type="application/json")
 
 
 def event(value: Any) -> str:
     """A server-sent event with a JSON value."""
     return f"data: {to_json(value)}\n\n"
-
-
-DONE = "data: [DONE]\n\n"
 
 
 async def with_errors(events: AsyncIterator[str]) -> AsyncIterator[str]:
@@ -314,50 +273,3 @@ async def with_errors(events: AsyncIterator[str]) -> AsyncIterator[str]:
     except Exception as error:
         yield event(error_body(as_http_error(error)))
         yield DONE
-
-
-async def disconnected(receive: Receive) -> None:
-    """Returns when the client is gone; the request's body must have been read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-class Closable(Protocol):
-    """The source of a stream of events."""
-
-    async def aclose(self) -> None:
-        """Ends it. Idempotent."""
-        ...
-
-
-class EventStream(StreamingResponse):
-    """Server-sent events, which end when the client is gone, also while there is none to send."""
-
-    def __init__(self, events: AsyncIterator[str], source: Closable, weight_version: int) -> None:
-        """A reply.
-
-        Args:
-            events: To send.
-            source: What the events are made of; closed at the end, however that comes.
-            weight_version: Put into the headers.
-        """
-        headers = {"Cache-Control": "no-cache", VERSION_HEADER: str(weight_version)}
-        super().__init__(with_errors(events), media_type="text/event-stream", headers=headers)
-        self._source = source
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events."""
-
-        async def send_in_time(message: Message) -> None:
-            async with asyncio.timeout(_SEND_TIMEOUT_S):
-                await send(message)
-
-        sending = asyncio.ensure_future(self.stream_response(send_in_time))
-        gone = asyncio.ensure_future(disconnected(receive))
-        try:
-            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            sending.cancel()
-            gone.cancel()
-            await self._source.aclose()
-            await asyncio.gather(sending, gone, return_exceptions=True)

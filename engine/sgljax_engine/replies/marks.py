@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import regex
 
-from sgljax_engine.server.openai.response_template import (
+from sgljax_engine.replies.template import (
     CALLS,
     CONTENT,
     REASONING,

@@ -9,19 +9,19 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from sgljax_engine import Engine, InvalidConfigError, InvalidRequestError
-from sgljax_engine.server.openai.messages import Tool
-from sgljax_engine.server.openai.response_parser import ResponseParser
-from sgljax_engine.server.openai.response_template import (
+from sgljax_engine.replies.parser import ResponseParser
+from sgljax_engine.replies.template import (
     CALLS,
     CONTENT,
     REASONING,
     ResponseTemplate,
     load_template,
 )
+from sgljax_engine.replies.values import Schemas
 
 _log = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class ReplyReading:
     def __init__(
         self,
         engine: Engine,
-        tools: Sequence[Tool] | None,
+        schemas: Schemas | None,
         *,
         thinks: bool,
         skips_special_tokens: bool,
@@ -166,28 +166,24 @@ class ReplyReading:
 
         Args:
             engine: Has the chat template.
-            tools: The tools that the model may call; None for none.
+            schemas: Of the parameters of the tools that the model may call; None for no tools.
             thinks: Whether thoughts are divided from the content.
             skips_special_tokens: Whether special tokens that are no marks are left out.
 
         Raises:
             InvalidRequestError: for tools whose calls no template describes.
         """
-        source = engine.get_chat_template(has_tools=bool(tools))
+        source = engine.get_chat_template(has_tools=schemas is not None)
         self._format = find_format(source, engine.response_template)
-        if tools and CALLS not in self._format.template.fields:
+        if schemas is not None and CALLS not in self._format.template.fields:
             raise InvalidRequestError(
                 "tools need a chat template in one of the formats of tool calls that are known, "
                 "and the model's is in none"
             )
-        self._schemas = None
-        if tools:
-            self._schemas = {t.function.name: t.function.parameters or {} for t in tools}
-            if any(tool.function.strict for tool in tools):
-                _warn_of_strict()
+        self._schemas = schemas
         self._thinks = thinks
         fields = self._format.template.fields
-        names = [REASONING] * thinks + [CALLS] * bool(tools) + [CONTENT]
+        names = [REASONING] * thinks + [CALLS] * (schemas is not None) + [CONTENT]
         marks = "".join(fields[name].marks for name in names if name in fields)
         shown = [token for token in engine.special_tokens if token in marks]
         self.needs_special_tokens = bool(shown) and skips_special_tokens
@@ -207,11 +203,6 @@ class ReplyReading:
             waits=self._format.opens_thoughts,
             max_calls=max_calls,
         )
-
-
-@functools.cache  # once is enough
-def _warn_of_strict() -> None:
-    _log.warning("strict=true of tools has no effect: arguments are not constrained to the schema")
 
 
 def find_format(chat_template: str | None, own: Any = None) -> ReplyFormat:

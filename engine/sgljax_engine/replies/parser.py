@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import regex
 
-from sgljax_engine.server.openai.response_marks import Found, Watch, watches_of
-from sgljax_engine.server.openai.response_template import (
+from sgljax_engine.replies.marks import Found, Watch, watches_of
+from sgljax_engine.replies.template import (
     CALLS,
     CONTENT,
     REASONING,
@@ -26,7 +26,7 @@ from sgljax_engine.server.openai.response_template import (
     Mark,
     ResponseTemplate,
 )
-from sgljax_engine.server.openai.response_values import Call, JsonEnd, Schemas, read_calls
+from sgljax_engine.replies.values import Call, JsonEnd, Schemas, read_calls
 
 _SEPARATORS = "; \n\r\t"
 _WORD = regex.compile(r"\S")
