@@ -16,6 +16,7 @@ Steps run in order on one core. A block may so use keys of blocks before it.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -72,9 +73,9 @@ def paged_attention(
     num_blocks, num_queries, num_heads, head_dim = q_NQDh.shape
     _, num_kv_heads, page_size, _ = k_pages.shape
     sizes = Sizes(
-        _step_blocks(q_NQDh, num_kv_heads),
+        step_blocks(q_NQDh, num_kv_heads),
         num_queries,
-        _chunk_pages(k_pages, page_table_NP.shape[1]),
+        chunk_pages(k_pages, page_table_NP.shape[1]),
         page_size,
     )
     q = _queries_of_steps(q_NQDh, num_kv_heads, sizes)
@@ -158,13 +159,13 @@ def _row_tile(dtype: jnp.dtype) -> int:
     return 8 * 4 // jnp.dtype(dtype).itemsize
 
 
-def _chunk_pages(pages: jax.Array, max_pages: int) -> int:
-    page_bytes = pages[0].size * pages.dtype.itemsize
+def chunk_pages(pages: jax.Array, max_pages: int) -> int:
+    page_bytes = math.prod(pages.shape[1:]) * pages.dtype.itemsize
     most = min(_CHUNK_BYTES // page_bytes, _MAX_CHUNK_TOKENS // pages.shape[2], max_pages)
     return max(most, 1)
 
 
-def _step_blocks(q_NQDh: jax.Array, num_kv_heads: int) -> int:
+def step_blocks(q_NQDh: jax.Array, num_kv_heads: int) -> int:
     """Blocks of a step: a power of two that divides their number, within the limits."""
     num_blocks, num_queries, num_heads, head_dim = q_NQDh.shape
     itemsize = q_NQDh.dtype.itemsize
