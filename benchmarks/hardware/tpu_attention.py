@@ -140,8 +140,9 @@ def our_pages(shape: Shape, work: Work) -> int:
         while first < keys:  # what is in one step
             end = min(keys, first + step - before % step)
             oldest = 0 if shape.window is None else max(first - shape.window + 1, 0)
-            used = -(-end // PAGE_SIZE)
-            total += used - oldest // PAGE_SIZE + used - first // PAGE_SIZE
+            used, all_new = -(-end // PAGE_SIZE), end // PAGE_SIZE - -(-first // PAGE_SIZE)
+            total += used - oldest // PAGE_SIZE - max(all_new, 0)
+            total += used - first // PAGE_SIZE
             before, first = before + end - first, end
     return total
 
@@ -300,7 +301,8 @@ def read_program(text: str, shape: Shape, work: Work, pool_size: int) -> dict[st
     return {
         "around_bytes": num_bytes // _NUM_LAYERS - shape.weight_bytes,
         "page_copies": sum(copy.count for copy in count_copies(module, {pool_size})),
-        "copies": [f"{copy.count} x {copy.array}" for copy in copies],
+        "other_copies": sum(copy.count for copy in copies),
+        "other_copied_bytes": sum(copy.num_bytes for copy in copies),
     }
 
 
@@ -370,7 +372,7 @@ def _tables(programs: dict[str, Any]) -> list[str]:
         lines.append(
             f"| {program} | {kernel} | {megabytes(found['around_bytes'] / 1e6)} | "
             f"{megabytes(found['temporary_bytes'] / 1e6)} | {found['page_copies']} | "
-            f"{'; '.join(found['copies']) or 'none'} |"
+            f"{found['other_copies']}, {megabytes(found['other_copied_bytes'] / 1e6)} MB |"
         )
     return lines
 

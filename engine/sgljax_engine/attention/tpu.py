@@ -15,11 +15,8 @@ from sgljax_engine.attention.base import AttentionBackend, AttentionOptions, Blo
 from sgljax_engine.attention.batch_invariant import ordered_backend
 from sgljax_engine.cache.kv_pages import LayerKV, pack_heads
 from sgljax_engine.kernels.tpu.paged_attention import paged_attention
-from sgljax_engine.kernels.tpu.paged_sizes import Scores
+from sgljax_engine.kernels.tpu.paged_sizes import LANES, Scores
 from sgljax_engine.layers.target import Target, kv_axes, require_backend
-
-LANES = 128
-"""Lanes of a vector register. A row of a page is a multiple: smaller heads share one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,6 @@ Steps run in order on one core. A block may so use keys of blocks before it.
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -75,7 +74,7 @@ def paged_attention(
     sizes = Sizes(
         step_blocks(q_NQDh, num_kv_heads),
         num_queries,
-        chunk_pages(k_pages, page_table_NP.shape[1]),
+        _chunk_pages(k_pages, page_table_NP.shape[1]),
         page_size,
     )
     q = _queries_of_steps(q_NQDh, num_kv_heads, sizes)
@@ -159,8 +158,8 @@ def _row_tile(dtype: jnp.dtype) -> int:
     return 8 * 4 // jnp.dtype(dtype).itemsize
 
 
-def chunk_pages(pages: jax.Array, max_pages: int) -> int:
-    page_bytes = math.prod(pages.shape[1:]) * pages.dtype.itemsize
+def _chunk_pages(pages: jax.Array, max_pages: int) -> int:
+    page_bytes = pages[0].size * pages.dtype.itemsize
     most = min(_CHUNK_BYTES // page_bytes, _MAX_CHUNK_TOKENS // pages.shape[2], max_pages)
     return max(most, 1)
 

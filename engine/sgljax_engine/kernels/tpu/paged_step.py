@@ -94,14 +94,22 @@ def _attend_run(step: Step, run: Run) -> None:
 
 def _copy_chunk(step: Step, run: Run, chunk: Any, slot: Any, act: Callable[[Any], None]) -> None:
     """Starts the copies of a chunk into a half of the buffers, or waits for them."""
-    first = chunk * step.sizes.chunk_pages
-    used = (run.kv_len + step.sizes.page_size - 1) // step.sizes.page_size
+    first, page_size = chunk * step.sizes.chunk_pages, step.sizes.page_size
+    used = (run.kv_len + page_size - 1) // page_size
 
-    def one(index: Any, _: Any) -> None:
+    def copy(index: Any) -> None:
         page = step.table_ref[run.last, first + index]
         for which, (pool, buffer, _new) in enumerate(step.pools):
             sem = step.load_sems.at[slot, which]
             act(pltpu.make_async_copy(pool.at[page], buffer.at[slot, index], sem))
+
+    def one(index: Any, _: Any) -> None:
+        if not step.is_writing or step.sizes.num_queries == 1:
+            copy(index)
+            return
+        token = (first + index) * page_size
+        will_be_new = (token >= run.start) & (token + page_size <= run.kv_len)
+        pl.when(~will_be_new)(lambda: copy(index))
 
     lower = jnp.maximum(run.page - first, 0)
     lax.fori_loop(lower, jnp.minimum(step.sizes.chunk_pages, used - first), one, None)
