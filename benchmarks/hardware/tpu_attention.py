@@ -162,7 +162,7 @@ def _jax_queries(shape: Shape, work: Work) -> int:
     """Queries of a block: as its table has it for decode, the most that compile for prefill."""
     if work.is_decode:
         return 32
-    return 128 if shape.heads * shape.per_row <= 16 else 64 if shape.per_row == 1 else 32
+    return 128 if shape.heads <= 16 else 64
 
 
 def attend_by_ours(
