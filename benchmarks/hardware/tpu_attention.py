@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import re
 from typing import Any, NamedTuple
@@ -335,7 +336,7 @@ def compile_for(chip: str, shape: Shape, work: Work, is_ours: bool) -> dict[str,
 KERNELS = {"ours": True, "JAX's": False}
 
 
-def _tables(programs: dict[str, Any]) -> list[str]:
+def report_tables(programs: dict[str, Any]) -> list[str]:
     """The report's tables."""
     megabytes = "{:,.1f}".format
     lines = [
@@ -364,7 +365,7 @@ def _tables(programs: dict[str, Any]) -> list[str]:
         "| program | kernel | around it, MB | temporaries, MB | copies of pages | other copies |",
         "|---|---|---:|---:|---:|---|",
     ]
-    for name, found in programs.items():
+    for name, found in sorted(programs.items()):
         program, _, kernel = name.rpartition(", ")
         if "problem" in found:
             lines.append(f"| {program} | {kernel} | does not compile: {found['problem']} | | | |")
@@ -378,7 +379,7 @@ def _tables(programs: dict[str, Any]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Compiles what the results lack, and writes them after each model."""
+    """Compiles what the results lack, and writes them after each program."""
     parser: argparse.ArgumentParser = make_parser(__doc__)
     parser.add_argument("--chips", nargs="+", default=["v5e", "v6e"])
     parser.add_argument("--models", nargs="+", default=list(MODELS))
@@ -387,21 +388,22 @@ def main(argv: list[str] | None = None) -> None:
     report = output_dir(args) / "tpu_attention.md"
     data = report.with_suffix(".json")
     programs = json.loads(data.read_text())["programs"] if data.exists() else {}
-    for chip in args.chips:
-        for model in args.models:
-            for work in {work.program: work for work in WORKS.values()}.values():
-                for kernel, is_ours in KERNELS.items():
-                    name = f"{chip}, {model}, {work.program}, {kernel}"
-                    if name not in programs:
-                        programs[name] = compile_for(chip, MODELS[model], work, is_ours)
-                        print(name, programs[name], flush=True)
+    for chip, model, (kernel, is_ours) in itertools.product(
+        args.chips, args.models, KERNELS.items()
+    ):
+        for work in {work.program: work for work in WORKS.values()}.values():
+            name = f"{chip}, {model}, {work.program}, {kernel}"
+            if name in programs:
+                continue
+            programs[name] = compile_for(chip, MODELS[model], work, is_ours)
             write_results(
                 report,
                 "Paged attention on TPUs: JAX's kernel and ours",
                 "benchmarks/hardware/tpu_attention.py",
-                _tables(programs),
+                report_tables(programs),
                 {"programs": programs},
-                device="TPU v5e and v6e, compiled for by libtpu, not run",
+                facts=["The compiler of all programs: libtpu; nothing was run"],
+                device="none",
             )
 
 
