@@ -133,8 +133,9 @@ def our_pages(shape: Shape, work: Work) -> int:
     rows, dim = -(-shape.kv_heads // shape.per_row), shape.per_row * shape.head_dim
     step = 1
     if not work.is_decode:
-        q = (work.num_tokens // _BLOCK, _BLOCK, shape.heads, dim)
-        step = _BLOCK * our_kernel.step_blocks(jax.ShapeDtypeStruct(q, jnp.bfloat16), rows)
+        blocks = (work.num_tokens // _BLOCK, _BLOCK, shape.heads, dim)
+        queries: Any = jax.ShapeDtypeStruct(blocks, jnp.bfloat16)
+        step = _BLOCK * our_kernel.step_blocks(queries, rows)
     total = before = 0
     for new, keys in work.sequences:
         first = keys - new
