@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax._src.mesh import use_abstract_mesh
+from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
 from benchmarks.lib.reporting import make_parser, output_dir, write_results
@@ -195,7 +196,8 @@ def _attend_by_jax(
     new = jnp.stack([x.reshape(tokens, combined // 2, dim) for x in (k, v)], axis=2)
     flat = pool.reshape(-1, combined, dim)
     flat = flat.at[slots].set(new.reshape(tokens, combined, dim), mode="drop")
-    pool = flat.reshape(pool.shape)
+    # As for ours: a pool that fits into VMEM would be brought there whole, and back.
+    pool = pltpu.with_memory_space_constraint(flat.reshape(pool.shape), pltpu.HBM)
     # Heads that share a row: queries are zero in the others' parts.
     index = (jnp.arange(shape.heads) * shape.kv_heads // shape.heads % shape.per_row)[:, None]
     parts = [jnp.where(index == i, q, 0) for i in range(shape.per_row)]
