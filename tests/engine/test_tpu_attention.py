@@ -191,7 +191,7 @@ def test_writing(shape, options):
 def test_steps_of_several_blocks(shape, options):
     sizes = {**SHAPES, **PACKED}[shape]
     queries = jnp.zeros((16, 16, sizes[1], max(sizes[4], 128)))
-    assert kernel._step_blocks(queries, sizes[2]) == 8
+    assert kernel.step_blocks(queries, sizes[2]) == 8
     is_read_again = (shape, options) == ("prefill-gqa-3", "default")
     Writing(sizes, STEPS).check(SIMPLE, OPTIONS[options], is_read_again=is_read_again)
 
@@ -243,8 +243,8 @@ def test_blocks_that_share_their_reads(step_blocks, lengths):
 def test_blocks_of_a_step(num_blocks, heads, dtype, count):
     num_heads, num_kv_heads, head_dim = heads
     queries = jnp.zeros((num_blocks, 16, num_heads, head_dim), dtype)
-    assert kernel._step_blocks(queries, num_kv_heads) == count
-    assert kernel._step_blocks(queries[:, :1], num_kv_heads) == 1
+    assert kernel.step_blocks(queries, num_kv_heads) == count
+    assert kernel.step_blocks(queries[:, :1], num_kv_heads) == 1
 
 
 def test_costs_count_what_a_window_shows():
