@@ -137,7 +137,7 @@ def test_conversations_are_written_by_the_chat_template(model):
     [
         (7, "must be a SamplingRequest, a prompt or a list of those, got int"),
         (None, "got NoneType"),
-        ([3.5], r"prompt must be a text.*got 3\.5"),
+        ([3.5], r"prompts\[0\] must be a text.*got 3\.5"),
         (SamplingRequest(prompt={1, 2}), "prompt must be a text"),
         (request(return_logits=True), "return_logits=True is not supported"),
         (request(beam_size=4), "beam_size=4 is not supported"),
