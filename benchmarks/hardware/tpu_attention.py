@@ -31,7 +31,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
 from benchmarks.lib.reporting import make_parser, output_dir, write_results
-from sgljax_engine.attention.base import AttentionOptions, BlockTables
+from sgljax_engine.attention.base import AttentionOptions, BlockTables, NewTokens
 from sgljax_engine.attention.tpu import TpuAttention, heads_per_row
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.kernels.tpu import paged_attention as our_kernel
@@ -174,17 +174,15 @@ def attend_by_ours(
     """Our backend, in the engine's blocks."""
     table, starts, lens = tables
     num_queries = 1 if work.is_decode else _BLOCK
-    q_blocks, k_blocks, v_blocks = (x.reshape(-1, num_queries, *x.shape[1:]) for x in (q, k, v))
     positions = starts[:, None] + jnp.arange(num_queries)
     out, layer = TpuAttention().write_and_attend(
-        q_blocks,
-        k_blocks,
-        v_blocks,
+        NewTokens(q, k, v),
         LayerKV(*pool),
         BlockTables(table, positions, lens),
+        jnp.zeros(len(q), jnp.int32),  # the kernel finds slots by itself
         AttentionOptions(shape.head_dim**-0.5, shape.window),
     )
-    return out.reshape(q.shape), tuple(layer)
+    return out, tuple(layer)
 
 
 def _attend_by_jax(

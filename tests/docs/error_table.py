@@ -71,6 +71,7 @@ from tests.engine.models import TINY, TINY_MOE, ForeignTensor, spread_weights
 from tests.engine.small_tokenizers import GOLDEN, CharTokenizer
 from tests.geometry import SMALL
 from tunix_sgljax import RLCluster, sampling
+from tunix_sgljax.checkpoints.lora_settings import LoraSettings
 from tunix_sgljax.cli.tunix_model import BaseTensors, TunixModel
 from tunix_sgljax.exactness.trainer_match import TrainerMatch
 from tunix_sgljax.lora import find_lora
@@ -86,7 +87,6 @@ from tunix_sgljax.rollout_config.engine_options import (
 from tunix_sgljax.rollout_config.modes import check_lengths
 from tunix_sgljax.training.lora import abstract_actor
 from tunix_sgljax.training.models import ModelSpec
-from tunix_sgljax.training.schema import LoraConfig
 
 FOLDER = GOLDEN / "qwen3_gqa_tied"
 QWEN3 = Qwen3Config(**ref.CONFIGS[MODEL])
@@ -250,7 +250,7 @@ def pairs_without_scale() -> None:
 
 @ref.deprecations_ignored()  # of qwix
 def lora_path() -> None:
-    section = LoraConfig(rank=8, alpha=16.0, module_path="q_proj")
+    section = LoraSettings(rank=8, alpha=16.0, module_path="q_proj")
     abstract_actor(ModelSpec("qwen3", Qwen3, QWEN3), section)
 
 
