@@ -149,7 +149,7 @@ def batches(
     """
     import grain  # imports JAX, which checks of a task do without
 
-    order = grain.MapDataset.source(range(len(rows)))
+    order: Any = grain.MapDataset.source(range(len(rows)))
     if shuffle_seed is not None:
         order = order.shuffle(seed=shuffle_seed % 2**32)
     order = order.repeat()
