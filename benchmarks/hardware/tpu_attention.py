@@ -195,13 +195,14 @@ def _attend_by_jax(
     flat = pool.reshape(-1, combined, dim)
     flat = flat.at[slots].set(new.reshape(tokens, combined, dim), mode="drop")
     # As for ours: a pool that fits into VMEM would be brought there whole, and back.
-    pool = pltpu.with_memory_space_constraint(flat.reshape(pool.shape), pltpu.HBM)
+    pool = flat.reshape(pool.shape)
+    held = pltpu.with_memory_space_constraint(pool, pltpu.HBM)
     # Heads that share a row: queries are zero in the others' parts.
     index = (jnp.arange(shape.heads) * shape.kv_heads // shape.heads % shape.per_row)[:, None]
     parts = [jnp.where(index == i, q, 0) for i in range(shape.per_row)]
     out = ragged_paged_attention(
         jnp.concatenate(parts, axis=-1),
-        pool,
+        held,
         lens,
         table,
         cu_q_lens,
