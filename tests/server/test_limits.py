@@ -252,6 +252,9 @@ class TestWorkers:
 
         assert asyncio.run(run()) is not threading.main_thread()
         assert seen
+        for thread in seen:  # none goes on behind its interrupt
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
 
     def test_threads_end_with_the_event_loop(self):
         async def run():

@@ -88,6 +88,9 @@ class _Work:
         try:
             try:
                 return work()
+            except _Interrupt:
+                self._is_interrupted = False  # it has come
+                raise
             finally:
                 with self._lock:
                     self._is_over = True
