@@ -9,9 +9,9 @@ from concurrent.futures import Future
 from typing import ClassVar
 
 from sgljax_engine.checkpoint.prefix import PrefixCheckpoint
+from sgljax_engine.core.calls import RequestGroups
 from sgljax_engine.core.command import PerEngineCommand, Recipients
 from sgljax_engine.core.engine_core import EngineCore
-from sgljax_engine.core.request_groups import RequestGroups
 from sgljax_engine.core.snapshot import (
     CopiedPages,
     PrefixSnapshot,
