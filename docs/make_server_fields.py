@@ -7,19 +7,15 @@ A test compares the page with `render(page)`.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from sgljax_engine.server.chat import ChatRequest
+from sgljax_engine.server.completions import CompletionRequest
 from sgljax_engine.server.fields import Body, SamplingFields
-from sgljax_engine.server.openai.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    OpenAIRequest,
-    StreamOptions,
-)
-from sgljax_engine.server.sglang.schemas import GenerateReqInput, SGLangSampling
+from sgljax_engine.server.openai import OpenAIRequest, StreamOptions
+from sgljax_engine.server.sglang import GenerateReqInput, SGLangSampling
 
 OUTPUT = Path(__file__).with_name("server.md")
 BODIES: dict[str, type[Body]] = {
@@ -35,12 +31,12 @@ SGLANG_NAMES = {"sampling_seed": "seed", "no_stop_trim": "include_stop_str_in_ou
 """SGLang's names of fields, which `sampling_params` takes beside the engine's."""
 
 _BEGIN, _END = "<!-- fields: made by docs/make_server_fields.py -->\n", "<!-- end of fields -->\n"
+_UNUSED = "accepted and not used"
 _FOREIGN_TEXT = """### Accepted when empty, refused else
 
-Clients send these with values that ask for nothing: null, false, an empty text or list or object,
-and the values in brackets. Any other value gets status 400 and a message that says why, and what to
-do instead. In `sampling_params` they are those that [Sampling](sampling.md#refused) refuses, but
-for the two names above.
+Other fields of SGLang, vLLM and OpenAI are accepted with values that ask for nothing: null, an
+empty text, list or object, mostly false, and their servers' defaults. Any other value gets status
+400 and a message that says why, and what to do instead.
 """
 
 
@@ -71,28 +67,6 @@ def _sections() -> Iterator[str]:
     yield "`/v1/chat/completions` alone:\n"
     yield _list(_described(ChatRequest, without=openai))
     yield _FOREIGN_TEXT
-    completion, chat = CompletionRequest.foreign, ChatRequest.foreign
-    both = {name for name, field in completion.items() if chat.get(name) == field}
-    in_each = {
-        "In `/generate`": GenerateReqInput.foreign,
-        "In both routes of OpenAI": {name: completion[name] for name in completion if name in both},
-        "In `/v1/completions`": {name: completion[name] for name in completion if name not in both},
-        "In `/v1/chat/completions`": {name: chat[name] for name in chat if name not in both},
-        "In `stream_options`": StreamOptions.foreign,
-    }
-    named = _sampling_maker().named
-    for title, fields in in_each.items():
-        yield f"{title}: {', '.join(map(named, fields.values()))}.\n"
-
-
-def _sampling_maker() -> Any:
-    path = Path(__file__).with_name("make_sampling_table.py")
-    spec = importlib.util.spec_from_file_location("make_sampling_table", path)
-    assert spec is not None
-    assert spec.loader is not None
-    maker = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(maker)
-    return maker
 
 
 def _described(
@@ -106,7 +80,9 @@ def _described(
 
 
 def _list(rows: Mapping[str, str]) -> str:
-    return "\n".join([*(f"- `{name}`: {text}" for name, text in rows.items()), ""])
+    unused = [_code(name) for name, text in rows.items() if text == _UNUSED]
+    lines = [f"- {_code(name)}: {text}" for name, text in rows.items() if text != _UNUSED]
+    return "\n".join([*lines, *([f"- {', '.join(unused)}: {_UNUSED}"] if unused else []), ""])
 
 
 def _code(text: str) -> str:

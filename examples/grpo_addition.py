@@ -36,6 +36,7 @@ from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
 from addition_plot import write_plot
 from addition_task import Tokenizer, exact_match, load_checkpoint, problem_batches
 from tunix_sgljax import SglJaxRollout
+from tunix_sgljax.checkpoints.lora_settings import LoraSettings
 from tunix_sgljax.training import TrainConfig, load_config
 from tunix_sgljax.training.report import (
     StepLines,
@@ -46,7 +47,6 @@ from tunix_sgljax.training.report import (
     write_json,
 )
 from tunix_sgljax.training.rollouts import SeededVanillaRollout, TimedRollout
-from tunix_sgljax.training.schema import LoraConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 MIN_GAIN = 0.2  # by which `--check` tells that the policy has learnt
@@ -59,7 +59,7 @@ def choose_rollout(config: TrainConfig) -> Callable[..., BaseRollout]:
     return functools.partial(SglJaxRollout, **config.sgljax_config, random_seed=config.seed)
 
 
-def add_lora(base: qwen3.Qwen3, lora: LoraConfig, seed: int) -> qwen3.Qwen3:
+def add_lora(base: qwen3.Qwen3, lora: LoraSettings, seed: int) -> qwen3.Qwen3:
     """Returns a policy with LoRA pairs beside the weights of the base, which it shares."""
     provider = qwix.LoraProvider(
         module_path=lora.module_path,

@@ -95,9 +95,9 @@ MUTANTS = (
            "ranks.append((not is_probe, left, num_before[key], request.arrival, request))",
            ("tests/engine/test_start_order.py",),
            "the longest answers start last, and all other rows wait for them"),
-    Mutant("drafts-behind-the-stop", "scheduler", f"{_ENGINE}/runner/programs/verify.py",
-           "num_tokens = jnp.minimum(num_right, first_stop.astype(jnp.int32)) + 1",
-           "num_tokens = num_right + 1",
+    Mutant("drafts-behind-the-stop", "scheduler", f"{_ENGINE}/runner/programs/decode.py",
+           "num_tokens = jnp.where(active, jnp.minimum(num_right, first_stop) + 1, 0)",
+           "num_tokens = jnp.where(active, num_right + 1, 0)",
            ("tests/engine/test_speculation.py", "tests/engine/test_speculation_bits.py"),
            "with speculation an output goes on behind its stop token"),
     # ---------------------------------------------------------------- cache
@@ -190,8 +190,8 @@ MUTANTS = (
            ("tests/engine/test_kept_states.py",),
            "samples of a prompt start from a state that is not computed yet"),
     Mutant("sleep-forgets-a-page", "states", f"{_ENGINE}/core/sleep.py",
-           "kept_pages = self.copy_pages(self._pool.used_pages)",
-           "kept_pages = self.copy_pages(self._pool.used_pages[1:])",
+           "self._kv_memory.save_pages(self._pool.used_pages, ",
+           "self._kv_memory.save_pages(self._pool.used_pages[1:], ",
            ("tests/engine/test_sleep.py",),
            "after a sleep that keeps its state, a request reads an empty page"),
     Mutant("in-place-pause-goes-on", "states", f"{_ENGINE}/core/pause.py",
@@ -205,7 +205,7 @@ MUTANTS = (
            ("tests/engine/test_checkpoint.py",),
            "restored tokens of other weights have the version of the new ones"),
     # ---------------------------------------------------------------- server
-    Mutant("conflict-is-bad-input", "server", f"{_ENGINE}/server/replies.py",
+    Mutant("conflict-is-bad-input", "server", f"{_ENGINE}/server/responses.py",
            'return HTTPError(409, str(error), kind="conflict_error")',
            'return HTTPError(400, str(error), kind="conflict_error")',
            ("tests/server/test_behaviour.py",),
@@ -220,7 +220,7 @@ MUTANTS = (
            "return {name: value for name, value in values.items() if value}",
            ("tests/server/test_openai.py", "tests/server/test_sglang.py"),
            "temperature 0 is ignored, and answers are random"),
-    Mutant("text-offsets-of-the-ends", "server", f"{_ENGINE}/server/openai/completions.py",
+    Mutant("text-offsets-of-the-ends", "server", f"{_ENGINE}/server/completions.py",
            "            offsets.append(progress.offset)\n"
            "            self._pass(token, progress, echoed if index < num_echoed else None)\n",
            "            self._pass(token, progress, echoed if index < num_echoed else None)\n"

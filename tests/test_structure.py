@@ -42,9 +42,10 @@ LAYERS = (
     ("aio",),
     ("engine",),
     ("",),
+    ("replies",),
     ("server",),
 )
-"""The last but one is the package root."""
+"""The one without a name is the package root."""
 
 # Parts that run without JAX.
 HOST_ONLY = (
@@ -147,6 +148,12 @@ def test_no_import_circles(package):
 def test_the_top_level_is_small(package):
     files = sorted(path.name for path in PACKAGES[package].glob("*.py"))
     assert len(files) <= MAX_TOP_LEVEL[package], files
+
+
+def test_the_server_is_small():
+    folder = PACKAGES["sgljax_engine"] / "server"
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.py"))
+    assert len(files) <= 18, files
 
 
 @pytest.mark.parametrize("part", HOST_ONLY)

@@ -24,11 +24,7 @@ class IdlePolicy:
     """
 
     def __init__(self, *, releases_kv: bool) -> None:
-        """Starts without calls or an engine.
-
-        Args:
-            releases_kv: Whether to release the KV cache after the last call.
-        """
+        """Starts without calls or an engine."""
         self._releases_kv = releases_kv
         self._lock = threading.Lock()
         self._num_calls = 0
@@ -67,9 +63,6 @@ class IdlePolicy:
 
         The engine goes to sleep unless a call is running. It also stays awake if no call has run
         since it woke: then this is the signal before a call.
-
-        Args:
-            engine: The engine; None if there is none yet.
 
         Raises:
             OffloadError: when copying to the host failed; the engine is awake.

@@ -40,13 +40,7 @@ class PolicyWeights:
     """
 
     def __init__(self, mapper: WeightMapper, lora: LoraActor | None, mode: LoraMode) -> None:
-        """Passes nothing to the engine yet.
-
-        Args:
-            mapper: Maps names.
-            lora: The pairs of a LoRA actor.
-            mode: How to apply its pairs.
-        """
+        """Passes nothing to the engine yet."""
         self._mapper = mapper
         self._lora = lora
         self._mode: LoraMode = mode
@@ -72,11 +66,6 @@ class PolicyWeights:
         self, asked: LoraConfig, explicit: Collection[str], max_rank: int | None
     ) -> LoraConfig:
         """Adapter slots for the policy, and for others that the configuration asks for.
-
-        Args:
-            asked: LoRA part of the engine's configuration.
-            explicit: Names of options given for the engine.
-            max_rank: The largest rank that the training config names.
 
         Raises:
             InvalidConfigError: for a `max_lora_rank` below the actor's.

@@ -59,12 +59,6 @@ def to_list(
 ) -> list[Any]:
     """Rewards as floats, one for each completion.
 
-    Args:
-        function: What returned them.
-        rewards: A list, a tuple, an array or a generator of numbers.
-        count: The number of completions.
-        may_be_open: Whether a reward may be None.
-
     Raises:
         InvalidConfigError: names the function and what it returned.
     """

@@ -36,6 +36,7 @@ from benchmarks.hardware.gpu_engine import (
     measure_rollouts,
 )
 from benchmarks.hardware.gpu_kernels import (
+    Attend,
     Ceilings,
     KernelResult,
     KernelSizes,
@@ -46,9 +47,8 @@ from benchmarks.hardware.gpu_kernels import (
 from benchmarks.hardware.gpu_training import measure_interruptions, measure_mismatch
 from benchmarks.lib.environment import describe_environment
 from benchmarks.lib.reporting import ROOT, report_head, write_report
-from sgljax_engine.attention.base import PagedAttention
 from sgljax_engine.attention.pallas import PallasAttention
-from sgljax_engine.attention.registry import PORTABLE
+from sgljax_engine.attention.xla import XlaAttention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,8 +64,13 @@ class Sizes:
 
     kernels: KernelSizes
     engine: EngineSizes
-    backends: dict[str, PagedAttention]
+    backends: dict[str, Attend]
     engine_backends: tuple[str, ...]
+
+
+def _backends(*, interpret: bool) -> dict[str, Attend]:
+    pallas = PallasAttention(is_fused=True, interpret=interpret)
+    return {"pallas": pallas.attend, "xla": XlaAttention().attend}
 
 
 def full_sizes() -> Sizes:
@@ -73,7 +78,7 @@ def full_sizes() -> Sizes:
     return Sizes(
         kernels=KernelSizes(),
         engine=EngineSizes(),
-        backends={"pallas": PallasAttention(), "xla": PORTABLE["xla"]},
+        backends=_backends(interpret=False),
         engine_backends=("pallas", "xla"),
     )
 
@@ -83,7 +88,7 @@ def smoke_sizes() -> Sizes:
     return Sizes(
         kernels=KernelSizes.smoke(),
         engine=EngineSizes.smoke(),
-        backends={"pallas": PallasAttention(interpret=True), "xla": PORTABLE["xla"]},
+        backends=_backends(interpret=True),
         engine_backends=("xla",),
     )
 
@@ -162,7 +167,6 @@ def run_sections(
         "Decode steps": lambda: engine("decode_steps", measure_decode_steps),
         "Log-probs against the trainer's": lambda: engine("mismatch", measure_mismatch),
         "Weight sync, sleep and wake": lambda: engine("interruptions", measure_interruptions),
-        # The last: XLA takes minutes for the portable attention that it needs.
         "Deterministic sampling": lambda: engine("determinism", measure_determinism),
     }
     start = time.monotonic()

@@ -20,10 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sgljax_engine.attention.base import AttentionOptions, BlockTables, PagedAttention
+from sgljax_engine.attention.base import AttentionOptions, BlockTables
 from sgljax_engine.cache.kv_pages import LayerKV
 
 _ROUNDS = 32
+
+Attend = Callable[[jax.Array, LayerKV, BlockTables, AttentionOptions], jax.Array]
+"""`Attention.attend`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,7 +153,7 @@ def make_pages(sizes: KernelSizes, num_tokens: int) -> LayerKV:
     return LayerKV(pages(0), pages(1))
 
 
-def attention_rounds(backend: PagedAttention, options: AttentionOptions) -> Callable[..., Any]:
+def attention_rounds(backend: Attend, options: AttentionOptions) -> Callable[..., Any]:
     """Jits `(q, layer, tables with a leading axis of sets) -> q`, a set a round."""
 
     @jax.jit
@@ -184,7 +187,7 @@ def _tables(
 
 
 def measure_decode(
-    backends: dict[str, PagedAttention], sizes: KernelSizes, ceilings: Ceilings
+    backends: dict[str, Attend], sizes: KernelSizes, ceilings: Ceilings
 ) -> Iterator[KernelResult]:
     """Decode attention of every backend, batch and context."""
     options = AttentionOptions(sizes.head_dim**-0.5)
@@ -210,7 +213,7 @@ def measure_decode(
 
 
 def measure_prefill(
-    backends: dict[str, PagedAttention], sizes: KernelSizes, ceilings: Ceilings
+    backends: dict[str, Attend], sizes: KernelSizes, ceilings: Ceilings
 ) -> Iterator[KernelResult]:
     """Prefill attention of one request's newest tokens, for every backend and context."""
     options = AttentionOptions(sizes.head_dim**-0.5)

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.hardware.gpu_kernels import (
+    Attend,
     KernelSizes,
     make_pages,
     measure_ceilings,
     measure_prefill,
 )
-from sgljax_engine.attention.base import AttentionOptions, BlockTables, PagedAttention
+from sgljax_engine.attention.base import AttentionOptions, BlockTables
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.kernels.gpu.paged_attention import Scores, paged_attention
 from sgljax_engine.kernels.gpu.prefill_attention import choose_prefill_tiling, prefill_attention
@@ -53,7 +54,7 @@ def measure_prefill_kernels(*, is_smoke: bool) -> Iterator[tuple[str, float]]:
             yield f"{label}, % of the matrix rate", 100 * result.fraction
 
 
-def _backend(kernel: Any, keys: int | None, *, interpret: bool) -> PagedAttention:
+def _backend(kernel: Any, keys: int | None, *, interpret: bool) -> Attend:
     """A kernel with that many keys in a step."""
 
     def attend(
@@ -68,7 +69,7 @@ def _backend(kernel: Any, keys: int | None, *, interpret: bool) -> PagedAttentio
     return attend
 
 
-def _sample(backend: PagedAttention, sizes: KernelSizes) -> np.ndarray:
+def _sample(backend: Attend, sizes: KernelSizes) -> np.ndarray:
     """Outputs of a few blocks of two requests, one behind earlier keys."""
     ends = np.array([(at + 1) * _BLOCK for at in (*range(9), *range(5, 8))], np.int32)
     q_shape = (len(ends), _BLOCK, sizes.num_heads, sizes.head_dim)

@@ -13,8 +13,8 @@ import numpy as np
 
 from benchmarks.lib.turns import timed
 from sgljax_engine.kernels.gpu import linear
-from sgljax_engine.layers.basic import Layout, rms_norm
 from sgljax_engine.layers.basic import linear as xla_linear
+from sgljax_engine.layers.basic import rms_norm
 from sgljax_engine.layers.fused import HOPPER
 from sgljax_engine.layers.int8 import Int8Weight, int8_linear
 
@@ -252,8 +252,8 @@ def _normed(x: jax.Array) -> jax.Array:
 def _product(x: jax.Array, weight: Any) -> jax.Array:
     """As the engine has XLA compute it."""
     if isinstance(weight, linear.Scaled):
-        return int8_linear(x, Int8Weight(*weight), Layout.TOKENS_FIRST)
-    return xla_linear(x, weight, Layout.TOKENS_FIRST)
+        return int8_linear(x, Int8Weight(*weight))
+    return xla_linear(x, weight)
 
 
 def _gated_by_xla(x: jax.Array, gate: Any, up: Any) -> jax.Array:

@@ -22,18 +22,17 @@ from benchmarks.lib.shapes import IdTokenizer
 from benchmarks.lib.turns import timed
 from sgljax_engine import SamplingParams
 from sgljax_engine.attention import pallas
-from sgljax_engine.builder import parts
+from sgljax_engine.builder import backends
 from sgljax_engine.kernels.gpu import linear
-from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.fused import FusedProducts
 from sgljax_engine.layers.invariant import InvariantKernels
 from sgljax_engine.layers.kernels import LinearBackend, XlaKernels
-from sgljax_engine.placement import submeshes
 from tunix_sgljax import SglJaxRollout, create_sgljax_rollout
 
 TOLERANCE = 0.15
 """Most that a log-prob of a greedy token may differ from XLA's code's, in bfloat16."""
 
+_GPU_ATTENTION = pallas.gpu_attention
 _ALL = FusedProducts()
 _ATTENTION = FusedProducts(joins=False, adds=False)
 
@@ -146,13 +145,13 @@ def use(fused: FusedProducts | None, *, is_smoke: bool) -> str:
     if fused is not None and is_smoke:
         fused = dataclasses.replace(fused, interpret=True)
     kernels = XlaKernels(fused=fused)
-    parts.pick_kernels = lambda name, target: LinearBackend(name, kernels)
+    backends.pick_kernels = lambda name, target: LinearBackend(name, kernels)
     if not is_smoke:
         return "pallas"
     made = InvariantKernels.make(interpret=True)
     InvariantKernels.make = lambda *, interpret=True: made
-    pallas.gpu_backend = lambda target, head_dims: pallas.backend_of(target, interpret=True)
-    submeshes.default_layout = lambda platform: Layout.TOKENS_FIRST  # as on GPUs
+    pallas.gpu_problem = lambda target, head_dims: None
+    pallas.gpu_attention = functools.partial(_GPU_ATTENTION, interpret=True)
     return "pallas"
 
 

@@ -13,7 +13,6 @@ alone. "host" is the time of the real run outside its dispatches, a step.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import time
@@ -33,14 +32,17 @@ from benchmarks.lib.shapes import MODELS, BenchModel
 from benchmarks.lib.turns import take_turns
 from benchmarks.lib.workloads import Workload, make_workload
 from sgljax_engine import Engine, SamplingParams
-from sgljax_engine.layers.basic import Layout
+from sgljax_engine.attention.base import AttentionOptions, BlockTables, NewTokens
+from sgljax_engine.attention.cpu import NativeAttention
+from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.layers.devices import compiler_options, is_own_cpu
 from sgljax_engine.layers.kernels import CpuKernels, Weight
 from sgljax_engine.models.spec import ModelContext
 from sgljax_engine.runner.compile.compiled import ProgramCall, ProgramState
-from sgljax_engine.runner.programs import attend, forward
+from sgljax_engine.runner.programs import decode
 from sgljax_engine.runner.programs.context import ProgramContext
 from sgljax_engine.runner.runner import ModelRunner
+from sgljax_engine.sampling import sampler
 from sgljax_engine.sampling.sampler import Sampled
 
 
@@ -103,18 +105,21 @@ def capture(engine: Engine, workload: Workload) -> Dispatch:
 
 
 # What takes the place of a part. What a part's inputs cost must not be left out with it, so those
-# of decode attention and of sampling are still read.
+# of attention and of sampling are still read.
 
 
-def _no_attention(q: jax.Array, *_: Any) -> jax.Array:
-    return q
-
-
-def _no_decode_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, layer: Any, *_: Any
-) -> tuple[jax.Array, Any]:
-    group = q.shape[1] // k.shape[1]
-    return q + jnp.repeat(k + v, group, axis=1) * 1e-30, layer
+class _NoAttention(NativeAttention):
+    def write_and_attend(
+        self,
+        new: NewTokens,
+        layer: LayerKV,
+        tables: BlockTables,
+        slots: jax.Array,
+        options: AttentionOptions,
+    ) -> tuple[jax.Array, LayerKV]:
+        del tables, slots, options
+        group = new.q.shape[1] // new.k.shape[1]
+        return new.q + jnp.repeat(new.k + new.v, group, axis=1) * 1e-30, layer
 
 
 def _no_logits(_: Any, context: ModelContext, hidden: jax.Array, __: Any) -> jax.Array:
@@ -129,26 +134,23 @@ def _no_sampling(logits: jax.Array, _: Any, step: jax.Array, *__: Any) -> Sample
 
 
 def decode_run(
-    dispatch: Dispatch, static: ProgramContext, state: list[Any], **parts: Any
+    dispatch: Dispatch, static: ProgramContext, state: list[Any], sample: Any = sampler.sample
 ) -> Callable[[], object]:
-    """The dispatch compiled for `static`, with other functions for `parts`, ready to be run.
+    """The dispatch compiled for `static` and `sample`, ready to be run.
 
-    `state` has the pages and contiguous KV, which each run takes and leaves there.
+    `state` has the pages, which each run takes and leaves there.
     """
     runner = dispatch.runner
     run = jax.jit(
-        functools.partial(forward.decode, static=static),
-        donate_argnums=(1, 2),
+        functools.partial(decode.decode, static=static),
+        donate_argnums=1,
         compiler_options=compiler_options(is_own_cpu(jax.devices()[0])),
     )
-    with contextlib.ExitStack() as patches:
-        for name, part in parts.items():
-            module = attend if hasattr(attend, name) else forward
-            patches.enter_context(mock.patch.object(module, name, part))
+    with mock.patch.object(decode, "sample", sample):
         compiled = run.lower(runner.weights, *state, *dispatch.args).compile()
 
     def once() -> None:
-        *state[:], output = compiled(runner.weights, *state, *dispatch.args)
+        state[0], output = compiled(runner.weights, *state, *dispatch.args)
         jax.block_until_ready((state, output))
 
     return once
@@ -158,11 +160,10 @@ def projections_run(
     dispatch: Dispatch, context: ModelContext, num_rows: int
 ) -> Callable[[], object]:
     """All matrix products of the dispatch, but the logits; each needs the one before."""
-    layout = context.layout
 
     def multiply(x: jax.Array, weight: Weight) -> jax.Array:
         """The product, a scalar that needs all of it."""
-        product = context.linear(weight, x)
+        product = context.kernels.linear(weight, x)
         if isinstance(context.kernels, CpuKernels):
             return product[0, 0]  # XLA leaves out nothing of what is not its own
         return jnp.max(product)
@@ -174,10 +175,10 @@ def projections_run(
     }
 
     def num_inputs(weight: Weight) -> int:
-        return weight.shape[1 if layout is Layout.FEATURES_FIRST else 0]
+        return weight.shape[0]
 
     base = {
-        size: layout.place(jnp.ones((num_rows, size)))
+        size: jnp.ones((num_rows, size))
         for size in {num_inputs(weight) for weight in weights.values()}
     }
 
@@ -206,15 +207,12 @@ def measure_parts(
     dispatch = capture(engine, workload)
     runner = dispatch.runner
     static, num_rows = runner._static, len(dispatch.args[0].input_ids)
-    kv = runner.kv_memory.kv, runner.kv_memory.contiguous_kv
-    state: list[Any] = [*jax.tree.map(jnp.copy, kv)]
-    no_attention = static._replace(attention=_no_attention)
-    if static.decode_attention is not None:
-        no_attention = no_attention._replace(decode_attention=_no_decode_attention)
+    state: list[Any] = [jax.tree.map(jnp.copy, runner.kv_memory.kv)]
+    no_attention = static._replace(attention=_NoAttention())
     no_logits = static._replace(model=static.model._replace(logits=_no_logits))
     runs = {
         "step": decode_run(dispatch, static, state),
-        "attention": decode_run(dispatch, no_attention, state, contiguous_attention=_no_attention),
+        "attention": decode_run(dispatch, no_attention, state),
         "logits": decode_run(dispatch, no_logits, state),
         "sampling": decode_run(dispatch, static, state, sample=_no_sampling),
         "projections": projections_run(dispatch, static.context, num_rows),

@@ -63,13 +63,11 @@ class Saves:
     """Checkpoints while requests decode.
 
     Attributes:
-        with_kv: Whether pages were written.
         seconds: Of each save.
         num_bytes: Of each save.
         gaps_s: The longest time without a new token during each save.
     """
 
-    with_kv: bool
     seconds: list[float]
     num_bytes: list[int]
     gaps_s: list[float]
@@ -131,13 +129,13 @@ class Rollout:
             device_bytes=device_bytes,
         )
 
-    def saves(self, folder: Path, *, with_kv: bool, repeats: int) -> Saves:
+    def saves(self, folder: Path, repeats: int) -> Saves:
         """Saves to a folder again and again, beside the requests that decode."""
         reports, gaps_s = [], []
         for _ in range(repeats):
             last, last_s, longest_s = self.num_tokens(), time.perf_counter(), 0.0
             with ThreadPoolExecutor(1) as pool:
-                save = pool.submit(self.engine.save_checkpoint, folder, include_kv=with_kv)
+                save = pool.submit(self.engine.save_checkpoint, folder)
                 while not save.done():
                     count, now_s = self.num_tokens(), time.perf_counter()
                     if count > last:
@@ -145,7 +143,6 @@ class Rollout:
                 reports.append(save.result())
             gaps_s.append(max(longest_s, time.perf_counter() - last_s))
         return Saves(
-            with_kv=with_kv,
             seconds=[report.seconds for report in reports],
             num_bytes=[report.num_bytes for report in reports],
             gaps_s=gaps_s,
@@ -215,19 +212,15 @@ def cycle_lines(cycles: Sequence[Cycle], bytes_per_s: float) -> list[str]:
     return [*lines, ""]
 
 
-def save_lines(saves: Sequence[Saves]) -> list[str]:
+def save_lines(saves: Saves) -> list[str]:
     """The table of checkpoints."""
     return [
         "## Checkpoints while requests decode, medians",
         "",
-        "| KV pages | saves | written, MB | ms | longest time without a token, ms |",
-        "|---|---:|---:|---:|---:|",
-        *(
-            f"| {'yes' if each.with_kv else 'no'} | {len(each.seconds)} "
-            f"| {np.median(each.num_bytes) / 1e6:.2f} | {1e3 * np.median(each.seconds):.0f} "
-            f"| {1e3 * np.median(each.gaps_s):.0f} |"
-            for each in saves
-        ),
+        "| saves | written, MB | ms | longest time without a token, ms |",
+        "|---:|---:|---:|---:|",
+        f"| {len(saves.seconds)} | {np.median(saves.num_bytes) / 1e6:.2f} "
+        f"| {1e3 * np.median(saves.seconds):.0f} | {1e3 * np.median(saves.gaps_s):.0f} |",
     ]
 
 
@@ -243,10 +236,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             running.cycle(preserve=preserve) for _ in range(repeats) for preserve in (True, False)
         ]
         with tempfile.TemporaryDirectory() as folder:
-            saves = [
-                running.saves(Path(folder) / str(with_kv), with_kv=with_kv, repeats=count)
-                for with_kv, count in ((False, repeats), (True, min(repeats, 2)))
-            ]
+            saves = running.saves(Path(folder), repeats)
     rate = copy_rate(found[0].host_bytes, repeats)
     lines = [
         *cycle_lines(found, rate),
@@ -260,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         {
             "cycles": [dataclasses.asdict(each) for each in found],
             "copy_bytes_per_s": rate,
-            "saves": [dataclasses.asdict(each) for each in saves],
+            "saves": dataclasses.asdict(saves),
         },
         facts=[
             f"{MODELS[model].in_words}, float32, random weights; {num_requests} requests of "

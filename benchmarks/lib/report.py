@@ -96,7 +96,7 @@ def _row(measurement: Measurement) -> list[str]:
         _spread(measurement.latency_s),
         f"{measurement.start_s:.1f}",
         f"{measurement.compile_s:.1f}",
-        f"{(memory.kv_bytes + memory.contiguous_kv_bytes) / 1e6:.1f}",
+        f"{memory.kv_bytes / 1e6:.1f}",
     ]
     if against is not None:
         pairs = ", ".join(f"{ratio:.2f}" for ratio in against.ratios)

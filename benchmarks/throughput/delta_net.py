@@ -3,9 +3,9 @@
     python benchmarks/throughput/delta_net.py           # about a minute
 
 16 heads of 128 x 128, float32. XLA's code prefills blocks of 16 tokens in products of matrices and
-decodes rows together; in deterministic mode it takes one token after another, as the kernels always
-do, with the same bits at any cut. They take turns, in the functions of programs that engines call:
-with the convolution, without projections.
+decodes rows together; the kernels take one token after another, with the same bits at any cut. They
+take turns, in the functions of programs that engines call: with the convolution, without
+projections.
 """
 
 from __future__ import annotations
@@ -24,15 +24,11 @@ from sgljax_engine.attention.base import BlockTables
 from sgljax_engine.cache.layer_states import LayerState, state_shapes
 from sgljax_engine.layers.delta_net import NetInputs
 from sgljax_engine.layers.devices import compiler_options
-from sgljax_engine.layers.kernels import CpuKernels, Kernels, XlaKernels
+from sgljax_engine.layers.kernels import CpuKernels, XlaKernels
 from sgljax_engine.models.spec import Recur
 from sgljax_engine.runner.programs.recur import block_recur, row_recur
 
-FORMS: dict[str, Kernels | None] = {
-    "XLA": None,
-    "XLA by token": XlaKernels(),
-    "kernels": CpuKernels(),
-}
+FORMS: dict[str, CpuKernels | None] = {"XLA": None, "kernels": CpuKernels()}
 BLOCK, STEPS = 16, 8
 
 
@@ -54,7 +50,7 @@ def runs_of(
     num_states: int,
     num_tokens: int,
     num_steps: int,
-    make: Callable[[Kernels | None], Recur],
+    make: Callable[[CpuKernels | None], Recur],
 ) -> dict[str, Callable[[], Any]]:
     """A call of each form: so many passes over random tokens, by recurs that `make` makes."""
     rng = np.random.default_rng(0)
@@ -63,7 +59,7 @@ def runs_of(
     inputs = NetInputs(*map(jnp.asarray, (qkv, -decay, rate)))
     weight = jnp.asarray(rng.standard_normal((net.num_channels, net.conv_size)), jnp.float32)
 
-    def run_of(kernels: Kernels | None) -> Callable[[], Any]:
+    def run_of(kernels: CpuKernels | None) -> Callable[[], Any]:
         def passes(layer: Any, inputs: NetInputs) -> Any:
             def one(_: int, carry: Any) -> Any:
                 out, layer = make(kernels)(inputs, weight, carry[0])
@@ -93,14 +89,13 @@ def main(argv: list[str] | None = None) -> None:
     net, seconds = net_of(size), {}
     for rows in (1, 8, 64):
 
-        def by_row(kernels: Kernels | None, rows: int = rows) -> Recur:
-            by_token = kernels is not None
-            return row_recur(net, jnp.ones(rows, bool), kernels or XlaKernels(), by_token=by_token)
+        def by_row(kernels: CpuKernels | None, rows: int = rows) -> Recur:
+            return row_recur(net, jnp.ones(rows, bool), kernels or XlaKernels())
 
         runs = runs_of(net, rows, rows, STEPS, by_row)
         seconds[f"{STEPS} decode steps of {rows} rows"] = take_turns(runs, args.pairs)
 
-    def by_block(kernels: Kernels | None) -> Recur:
+    def by_block(kernels: CpuKernels | None) -> Recur:
         positions = jnp.arange(num_tokens, dtype=jnp.int32).reshape(-1, BLOCK)
         pages = jnp.zeros((len(positions), 1), jnp.int32)
         tables = BlockTables(pages, positions, positions[:, -1] + 1)

@@ -13,7 +13,7 @@ the true one. It is put there before each run, outside the time. A token of it i
 probability; in the last cases it is of no use: see `make_cases`. Drafters beside the history are on
 too, as by default.
 
-Before each case the engine forgets how often drafts were right; it keeps the costs of steps.
+Before each case the engine forgets how fast steps were.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from benchmarks.lib.reporting import make_parser, output_dir, write_results
 from benchmarks.lib.shapes import MODELS
 from benchmarks.lib.turns import speeds
 from sgljax_engine import Engine, EngineCounters, ModelConfig, SamplingParams
-from sgljax_engine.scheduler.speculator import _FIRST_ACCEPTANCE, _TRIAL_STEPS, Speculator
+from sgljax_engine.scheduler.speculator import Speculator
 from sgljax_engine.speculation.drafters import Answer, HistoryDrafter
-from sgljax_engine.speculation.plan import ACCEPTANCE_KINDS
+from sgljax_engine.speculation.speeds import Speeds
 from sgljax_engine.speculation.texts import RequestText
 
 MODES = ("off", "auto")
@@ -167,10 +167,9 @@ def speculator_of(engine: Engine) -> Speculator:
 
 
 def forget(engine: Engine) -> None:
-    """Makes an idle engine expect of drafts what a new one does."""
+    """Makes an idle engine know as little of drafts as a new one does."""
     speculator = speculator_of(engine)
-    speculator._prior = [_FIRST_ACCEPTANCE] * ACCEPTANCE_KINDS
-    speculator._trial_steps, speculator._steps_without = _TRIAL_STEPS, 0
+    speculator._speeds = {size: Speeds(each) for size, each in speculator._row_tokens.items()}
 
 
 def set_history(engine: Engine, case: Case) -> None:

@@ -57,4 +57,6 @@ def read_values(code: Code, values: Value, num_pointers: int, num_integers: int)
 
 def num_threads() -> int:
     """Number of threads for which work is split; other numbers work too."""
-    return len(os.sched_getaffinity(0))
+    if hasattr(os, "sched_getaffinity"):  # macOS lacks it
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -67,7 +67,7 @@ _PATIENCE = 2000
 
 def compile_threads(api: Api, vectors: Vectors) -> dict[str, int]:
     """Compiles RUN, once per process: all chains share the slots."""
-    return compile_module(threads_module(api).text, vectors, (RUN,))
+    return compile_module(threads_module(api, vectors).text, vectors, (RUN,))
 
 
 def declare_run(module: Module) -> Value:
@@ -79,13 +79,13 @@ def declare_run(module: Module) -> Value:
     return module.declare(RUN, VOID, [PTR, PTR])
 
 
-def threads_module(api: Api) -> Module:
+def threads_module(api: Api, vectors: Vectors) -> Module:
     """The code of this module."""
     module = Module()
     slots = module.memory("slots", f"[{_NUM_SLOTS * _SLOT_BYTES // 8} x i64]")
     num_asked = module.memory("asked", "[8 x i64]")
-    work, release = _write_work(module), _write_release(module)
-    join = _write_join(module, slots, num_asked, work, release)
+    work, release = _write_work(module, vectors), _write_release(module)
+    join = _write_join(module, vectors, slots, num_asked, work, release)
     discard = _write_discard(module, api)
     ask = _write_ask(module, api, num_asked, join, release, discard)
     threads = _write_num_threads(module, api, discard)
@@ -187,7 +187,15 @@ def _slot(code: Code, slots: Value, index: Value) -> Value:
     return code.at(slots, code.mul(index, _SLOT_BYTES), "i8")
 
 
-def _write_work(module: Module) -> Value:
+def _pause(code: Code, vectors: Vectors) -> None:
+    """Leaves the core to others for some tens of cycles, in a loop that polls memory."""
+    if vectors.is_arm:  # its own hint, YIELD, does nothing on most processors
+        code.intrinsic("llvm.aarch64.isb", VOID, [i32(15)])
+    else:
+        code.intrinsic("llvm.x86.sse2.pause", VOID, [])
+
+
+def _write_work(module: Module, vectors: Vectors) -> Value:
     """Writes the function that does chunks of a job, phase by phase, until all are done."""
     yield_core = module.declare("sched_yield", I32, [])
     with Code(module, "work", VOID, [PTR]) as code:
@@ -215,7 +223,7 @@ def _write_work(module: Module) -> Value:
                 chunk.set(code.atomic("add", phase, 1))
             patience = code.variable(_PATIENCE)
             with code.repeat(lambda: code.less(code.atomic_load(done), count)):
-                code.intrinsic("llvm.x86.sse2.pause", VOID, [])
+                _pause(code, vectors)
                 patience.set(code.max(code.sub(patience.get(), 1), 0))
                 with code.when(code.equal(patience.get(), 0)):
                     code.call(yield_core, I32, [])
@@ -233,7 +241,12 @@ def _write_release(module: Module) -> Value:
 
 
 def _write_join(
-    module: Module, slots: Value, num_asked: Value, work: Value, release: Value
+    module: Module,
+    vectors: Vectors,
+    slots: Value,
+    num_asked: Value,
+    work: Value,
+    release: Value,
 ) -> Value:
     """Writes what a thread of XLA's runs: a job, and others that come soon after it."""
     with Code(module, "join", VOID, [PTR]) as code:
@@ -263,7 +276,7 @@ def _write_join(
             found = code.atomic_load(slot)
             is_idle = code.equal(found, _AWAKE)
             with code.when(is_idle):
-                code.intrinsic("llvm.x86.sse2.pause", VOID, [])
+                _pause(code, vectors)
                 left.set(code.max(code.sub(left.get(), 1), 0))
             with code.unless(is_idle):
                 code.atomic("xchg", slot, _AWAKE)

@@ -67,11 +67,8 @@ from sgljax_engine.types import FinishReason
 
 if TYPE_CHECKING:
     from sgljax_engine.checkpoint.manager import CheckpointManager
-    from sgljax_engine.checkpoint.structures import (
-        EngineCheckpoint,
-        RequestCheckpoint,
-        SchedulerCheckpoint,
-    )
+    from sgljax_engine.checkpoint.request import RequestCheckpoint
+    from sgljax_engine.checkpoint.structures import EngineCheckpoint, SchedulerCheckpoint
     from sgljax_engine.checks import check_model_folder
     from sgljax_engine.engine import Engine
     from sgljax_engine.models.hf_export import to_hf_tensors
@@ -97,7 +94,7 @@ _LAZY = {
     "EngineCheckpoint": "sgljax_engine.checkpoint.structures",
     "EnginePreview": "sgljax_engine.preview",
     "HfTensor": "sgljax_engine.weights.hf_files",
-    "RequestCheckpoint": "sgljax_engine.checkpoint.structures",
+    "RequestCheckpoint": "sgljax_engine.checkpoint.request",
     "SchedulerCheckpoint": "sgljax_engine.checkpoint.structures",
     "StagedWeights": "sgljax_engine.weights.staged",
     "LoraRule": "sgljax_engine.weights.rules",

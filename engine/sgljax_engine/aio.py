@@ -151,7 +151,7 @@ class Callers:
         """
         restoration = make_restoration(checkpoint, requests, answers)
         try:
-            self.ask(functools.partial(cmd.Restore, restoration, self._group.num_engines))
+            self.ask(functools.partial(cmd.Restore, restoration))
         except BaseException:
             self.abandon(restoration.unfinished)  # an interrupted caller has no futures
             raise

@@ -215,7 +215,7 @@ class RuntimeConfig:
             other value is the folder to use. When the engine turns the cache on, it keeps programs
             that took 0.1 s or more to compile, unless the process has changed JAX's limit of 1 s.
         attention_backend: One of `ATTENTION_BACKENDS`. "auto" picks "native" where it is
-            available, on one x86-64 CPU, "tpu" on TPUs, "pallas" on NVIDIA GPUs, and a
+            available, on one x86-64 or ARM64 CPU, "tpu" on TPUs, "pallas" on NVIDIA GPUs, and a
             portable one elsewhere. See docs/performance.md.
         linear_backend: Backend of all but attention (projections, norms, sampling): one of
             `LINEAR_BACKENDS`. "auto" picks "native" where it is available, "pallas" for

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import numpy as np
@@ -23,7 +23,6 @@ from sgljax_engine.aio import Asks, Callers, asks, for_asyncio
 from sgljax_engine.builder import group, sources
 from sgljax_engine.builder.adapters import adapter_source, check_adapters, first_sources
 from sgljax_engine.builder.endable_progress import EndableProgress
-from sgljax_engine.checkpoint.files import check_compression
 from sgljax_engine.checkpoint.manager import CheckpointManager, SaveReport
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.core import commands as cmd
@@ -1034,50 +1033,32 @@ class Engine:
     # ------------------------------------------------------------------ checkpoints
 
     @asks
-    def save_checkpoint(
-        self,
-        path: str | Path,
-        *,
-        include_kv: bool = False,
-        compression: Literal["zstd"] | None = None,
-    ) -> Asks[SaveReport]:
+    def save_checkpoint(self, path: str | Path) -> Asks[SaveReport]:
         """Writes all unfinished requests to a folder, for `restore_checkpoint`.
 
         Works also while the engine sleeps or is paused. Other callers continue: the engine takes a
         snapshot between two dispatches, and another thread writes it. Finished requests are saved
         until their whole `generate` call has finished. The folder holds one checkpoint, the last
-        one saved, and is valid whenever the process dies. Saving writes only what changed since the
-        last checkpoint.
+        one saved, and is valid whenever the process dies.
 
         Args:
             path: A folder for this alone; created if missing.
-            include_kv: Also save the prefix cache and the full KV pages of running requests, so
-                that a restore needs almost no prefill. The pages take host memory while they are
-                saved. The engine copies a few at a time between dispatches, and leaves out pages
-                that other requests need first.
-            compression: "zstd", which needs the extra [zstd], or None for plain files.
 
         Raises:
             CheckpointError: it could not be written; the previous checkpoint is still there.
-            InvalidConfigError: an unknown compression, or one that is not installed.
-            OffloadError: KV pages could not be copied.
         """
-        check_flags(include_kv=include_kv)
-        check_compression(compression)
-        return functools.partial(SaveJob, Path(path), include_kv, compression)
+        return functools.partial(SaveJob, Path(path).absolute())
 
     def restore_checkpoint(
         self, path: str | Path, *, missing_ok: bool = False
     ) -> dict[str, Future[RequestOutput]]:
         """Continues the requests of a checkpoint, queued behind those that the engine has.
 
-        With the weights that served at the save, greedy and seeded outputs equal those of an
-        uninterrupted engine. The exception is a request that kept keys of older weights after an
-        update with mode="in_place": its keys are computed anew. With other weights, requests
-        continue under those and a warning is logged; token versions stay ascending. Saved KV pages
-        are used only with the same weights and as far as there is room. They are not used with
-        enable_deterministic_sampling, since an engine without it may have computed them. A stream
-        is answered as a whole.
+        They are prefilled as retracted requests are. With the weights that served at the save,
+        greedy and seeded outputs equal those of an uninterrupted engine. The exception is a request
+        that kept keys of older weights after an update with mode="in_place": its keys are computed
+        anew. With other weights, requests continue under those and a warning is logged; token
+        versions stay ascending. A stream is answered as a whole.
 
         Args:
             path: The folder of the checkpoint.
@@ -1090,7 +1071,7 @@ class Engine:
             not wait, and calls of the engine raise EngineStateError there.
 
         Raises:
-            CheckpointError: the checkpoint is missing, damaged, of a newer version or of another
+            CheckpointError: the checkpoint is missing, damaged, of another version or of another
                 model, or has a request id that is in use. Nothing is restored then.
             EngineStateError: as for `generate`, when requests are refused.
         """

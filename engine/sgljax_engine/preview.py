@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 
 from sgljax_engine.attention.cpu import native_problem
-from sgljax_engine.attention.registry import engine_attention
+from sgljax_engine.builder.backends import engine_backends
 from sgljax_engine.builder.compilation_cache import compilation_cache_path
 from sgljax_engine.builder.group import check_experts, pick_max_model_len
 from sgljax_engine.builder.sources import pick_dtype
@@ -108,7 +108,7 @@ def preview_engine(
     free = engine_free_bytes(placement, num_engines, device_bytes)
     runtime, target = config.runtime, placement.target
     linear = pick_kernels(runtime.linear_backend, target)
-    attention = engine_attention(runtime.attention_backend, target, model.head_dims, linear.kernels)
+    attention = engine_backends(config, model, target).attention
     plan = None
     try:
         if problem is None:

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from sgljax_engine.sampling.token_counts import TokenCounts
-    from sgljax_engine.speculation.plan import RowDrafts, RowVerified
-    from sgljax_engine.speculation.texts import RequestText
+    from sgljax_engine.speculation.plan import RowVerified, StepDrafts
 
 
 NO_ADAPTER = -1
@@ -124,10 +123,10 @@ class Request:
     the slot that the engine thread found for it. `seen` is created when a batch first needs it,
     only for rows with penalties. `pages` is an array of C ints, which numpy copies into a page
     table without a loop. `routed` holds the experts of its first tokens, as far as they were read:
-    [tokens, num_layers, k] of `MoEConfig.id_dtype`, never changed in place. `text` has its tokens
-    for drafters, with speculation. `state_slot` holds its recurrent state after `num_computed`
-    tokens while it runs, for models that have one. `draft_sources` says who drafted each output
-    token: 0 for nobody, else 1 plus an index in `config.DRAFTERS`.
+    [tokens, num_layers, k] of `MoEConfig.id_dtype`, never changed in place. `state_slot` holds its
+    recurrent state after `num_computed` tokens while it runs, for models that have one.
+    `draft_sources` says who drafted each output token: 0 for nobody, else 1 plus an index in
+    `config.DRAFTERS`.
     """
 
     rid: str
@@ -158,7 +157,6 @@ class Request:
     state_slot: int = NO_STATE
     seen: TokenCounts | None = None
     routed: np.ndarray | None = None
-    text: RequestText | None = None
     draft_sources: array[int] = dataclasses.field(default_factory=lambda: array("b"))
     num_computed: int = 0
     num_cached: int = 0
@@ -269,14 +267,6 @@ class StateCopies(NamedTuple):
         return self.late if is_late else self.early
 
 
-class PageStamp(NamedTuple):
-    """State of a full page, which tells whether its contents changed; see `PagePool.stamp`."""
-
-    page: int
-    num_uses: int
-    num_resets: int
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """The plan of a dispatch: prefill chunks, page copies, then up to `num_steps` decode steps.
@@ -297,7 +287,7 @@ class SchedulerOutput:
             the dispatch. None without such pages.
         early_copies: Pages to copy before the prefill, as `copies`.
         states: Recurrent states to copy; None for models without.
-        drafts: Draft sources of each decode row; then each of the `num_steps` forward passes may
+        drafts: Draft sources of the decode rows; then each of the `num_steps` forward passes may
             give several tokens. None decodes token by token.
     """
 
@@ -311,7 +301,7 @@ class SchedulerOutput:
     prefill_tokens: int = 0
     max_finished: int | None = None
     window_pages: np.ndarray | None = None
-    drafts: Sequence[RowDrafts] | None = None
+    drafts: StepDrafts | None = None
     early_copies: Sequence[PageCopy] = ()
     states: StateCopies | None = None
 
@@ -364,7 +354,7 @@ class StepOutput:
         num_cache_misses: Number of programs that it compiled.
         failures: Errors of requests whose prompt could not be scored, by id.
         times: When its parts ended; every dispatch sets it. A scheduler alone needs no times.
-        passes: Forward passes of a dispatch with drafts, for each width of a step; None without.
+        num_draft_steps: Forward passes of a dispatch with drafts; None without.
     """
 
     rows: list[RowOutput]
@@ -372,13 +362,13 @@ class StepOutput:
     num_cache_misses: int = 0
     failures: Mapping[str, EngineError] = dataclasses.field(default_factory=dict)
     times: StepTimes | None = None
-    passes: tuple[int, ...] | None = None
+    num_draft_steps: int | None = None
 
     @property
     def num_steps(self) -> int:
         """Decode steps, which are forward passes."""
-        if self.passes is not None:
-            return sum(self.passes)
+        if self.num_draft_steps is not None:
+            return self.num_draft_steps
         return max((len(row.token_ids) for row in self.rows), default=0)
 
     @property

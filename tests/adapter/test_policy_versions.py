@@ -7,7 +7,6 @@ import threading
 import numpy as np
 import pytest
 from tunix.rl.agentic.agents.agent_types import Step
-from tunix.rl.agentic.utils import RolloutSyncLock
 
 from sgljax_engine import InvalidRequestError
 from tests.threads import LIMIT_S, start
@@ -15,7 +14,6 @@ from tunix_sgljax.in_flight.outputs import VersionedRolloutOutput
 from tunix_sgljax.in_flight.policy_versions import (
     NO_VERSION,
     AnnouncedSyncLock,
-    InFlightSyncLock,
     PolicyVersions,
 )
 from tunix_sgljax.in_flight.trajectories import token_versions
@@ -52,7 +50,7 @@ def test_a_sync_that_failed_may_be_announced_again():
 
 
 def test_in_flight_lock_holds_only_syncs_apart():
-    lock = InFlightSyncLock()
+    lock = AnnouncedSyncLock(lambda: None, is_in_flight=True)
     lock.acquire_rollout()
     lock.acquire_weight_sync()
     lock.acquire_rollout()  # Tunix's own would block the asyncio loop here, for ever
@@ -73,7 +71,8 @@ def test_in_flight_lock_holds_only_syncs_apart():
 
 def test_announced_lock_is_the_inner_one_with_a_call():
     announced = []
-    lock = AnnouncedSyncLock(RolloutSyncLock(), lambda: announced.append(len(announced)))
+    announce = lambda: announced.append(len(announced))  # noqa: E731
+    lock = AnnouncedSyncLock(announce, is_in_flight=False)
     lock.acquire_rollout()
     sync = start(lock.acquire_weight_sync)
     assert announced == []  # drained first

@@ -8,15 +8,12 @@ import re
 import sys
 import threading
 import types
-from typing import Any
 
 import pytest
-from tunix.sft.hooks import TrainingHooks
 
 from sgljax_engine import EngineProgress
-from tunix_sgljax.observability import phases
+from tunix_sgljax.observability import progress as shown
 from tunix_sgljax.observability.progress import Progress, describe, is_interactive
-from tunix_sgljax.observability.training_hooks import QuietHooks, add_training_hooks
 
 RUNNING = EngineProgress(
     num_running=3,
@@ -72,7 +69,7 @@ def test_no_bars_where_nobody_looks(make_rollout, capsys, monkeypatch):
 
 def test_a_script_gets_a_line_for_each_slow_phase(make_rollout, capsys, monkeypatch):
     """Without a Progress: what compiles, the first rollout, and slow ones."""
-    monkeypatch.setattr(phases, "SLOW_S", float("inf"))
+    monkeypatch.setattr(shown, "SLOW_S", float("inf"))
     rollout = make_rollout()
     rollout.generate(["1 2 3", "4 5 6"], rollout.rollout_config)
     lines = capsys.readouterr().err.splitlines()
@@ -84,7 +81,7 @@ def test_a_script_gets_a_line_for_each_slow_phase(make_rollout, capsys, monkeypa
     assert len(lines) == len(compiled) + 1
     rollout.generate(["1 2 3", "4 5 6"], rollout.rollout_config)
     assert capsys.readouterr().err == "", "fast and compiled"
-    monkeypatch.setattr(phases, "SLOW_S", 0.0)
+    monkeypatch.setattr(shown, "SLOW_S", 0.0)
     rollout.generate(["1 2 3"], rollout.rollout_config)
     assert " s, 1 sample, " in capsys.readouterr().err
     rollout.engine.warmup()
@@ -100,9 +97,9 @@ def test_a_script_gets_a_line_for_each_slow_phase(make_rollout, capsys, monkeypa
 def test_lines_of_a_rollout_that_takes_long(rollout, capsys, monkeypatch):
     """It is alive; and whose turn it is, where a trainer follows."""
     written = threading.Event()
-    monkeypatch.setattr(phases, "HEARTBEAT_S", 0.001)
-    lines = phases.PhaseLines(has_trainer=True)
-    real_write = phases._write
+    monkeypatch.setattr(shown, "HEARTBEAT_S", 0.001)
+    lines = shown.PhaseLines(has_trainer=True)
+    real_write = shown._write
 
     def write(line):
         real_write(line)
@@ -110,7 +107,7 @@ def test_lines_of_a_rollout_that_takes_long(rollout, capsys, monkeypatch):
         if ", 0 of 8 samples, " in line:
             written.set()
 
-    monkeypatch.setattr(phases, "_write", write)
+    monkeypatch.setattr(shown, "_write", write)
     with lines.rollout(rollout.engine, 3), lines.rollout(rollout.engine, 5):
         assert written.wait(60)
     drawn = capsys.readouterr().err.splitlines()
@@ -160,17 +157,8 @@ def test_concurrent_calls_share_a_bar(rollout, capsys):
 
 
 def test_what_the_rollout_bar_says():
-    first = EngineProgress(
-        num_running=0,
-        num_waiting=0,
-        num_finished=5,
-        num_output_tokens=50,
-        num_prefill_tokens=0,
-        num_verified_tokens=0,
-        num_accepted_tokens=0,
-        num_cached_tokens=0,
-        weight_version=3,
-        halted_s=None,
+    first = dataclasses.replace(
+        RUNNING, num_output_tokens=50, num_prefill_tokens=0, num_cached_tokens=0
     )
     assert describe(first, RUNNING, 2.0) == (
         "50 tokens/s, 3 running, 2 waiting, 70% cached, weights v4"
@@ -178,36 +166,3 @@ def test_what_the_rollout_bar_says():
     assert "0% cached" in describe(RUNNING, RUNNING, 0.0)
     drafting = dataclasses.replace(RUNNING, num_verified_tokens=80, num_accepted_tokens=60)
     assert "70% cached, 75% drafted, weights v4" in describe(first, drafting, 2.0)
-
-
-# ------------------------------------------------------------------ training
-
-
-def trainer() -> Any:
-    """The part of Tunix's trainer that takes hooks."""
-    made = types.SimpleNamespace(training_hooks=None)
-    made.with_training_hooks = lambda hooks: setattr(made, "training_hooks", hooks)
-    return made
-
-
-def test_hooks_are_added_behind_those_that_are_there():
-    calls = []
-
-    class Noting(QuietHooks):
-        def __init__(self, name: str):
-            self._name = name
-
-        def on_train_start(self, train_ctx: Any) -> None:
-            calls.append(self._name)
-
-    made = trainer()
-    for name in "abc":
-        add_training_hooks(made, Noting(name))
-    assert isinstance(made.training_hooks, TrainingHooks)
-    made.training_hooks.on_train_start(made)
-    made.training_hooks.on_train_step_start(made)
-    made.training_hooks.on_train_step_end(made, 1, 0.5)
-    made.training_hooks.on_eval_step_start(made)
-    made.training_hooks.on_eval_step_end(made, 0.5)
-    made.training_hooks.on_train_end(made)
-    assert calls == ["a", "b", "c"]

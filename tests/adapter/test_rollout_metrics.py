@@ -44,7 +44,6 @@ OF_DRAFTS = {
     "accepted_history",
     "accepted_siblings",
     "accepted_ngram",
-    "speculation_saved_s",
 }
 ALWAYS = tuple(name for name in METRICS if name not in OF_DRAFTS)
 
@@ -208,7 +207,6 @@ def test_metrics_of_drafts():
         num_accepted_history=12,
         num_drafted_ngram=10,
         num_accepted_ngram=4,
-        speculation_saved_s=0.5,
     )
     values = step_metrics(nothing, RolloutTotals(2.0, 0.5, counters, 1000, 4))
     assert {name: values[name] for name in OF_DRAFTS} == {
@@ -217,7 +215,6 @@ def test_metrics_of_drafts():
         "accepted_history": 12,
         "accepted_siblings": 0,
         "accepted_ngram": 4,
-        "speculation_saved_s": 0.5,
     }
 
 

@@ -20,7 +20,7 @@ from tests.geometry import SMALL
 from tests.perfetto_reader import read_trace
 from tunix_sgljax import SglJaxRollout
 from tunix_sgljax.observability.perfetto_file import Slice, lanes
-from tunix_sgljax.observability.timeline import Timeline, record_timeline
+from tunix_sgljax.observability.timeline import Timeline, TrainSpans, record_timeline
 
 # Warnings of Tunix itself and of what it uses, while it trains.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -241,6 +241,25 @@ def test_misuse_is_refused(tmp_path, rollout):
     with pytest.raises(InvalidConfigError, match="no such folder to write a timeline to"):
         timeline.save(tmp_path / "no" / "such.pftrace")
     assert rollout.observers.on_span == []
+
+
+def test_hooks_that_were_there_are_called_too():
+    calls: list[Any] = []
+    trainer = types.SimpleNamespace(train_steps=3)
+    hooks = None
+    for name in ("outer", "inner"):
+        hooks = TrainSpans(name, calls.append, hooks)
+    assert hooks is not None
+    hooks.on_train_start(trainer)
+    hooks.on_train_step_start(trainer)
+    hooks.on_train_step_end(trainer, 1, 0.5)
+    hooks.on_eval_step_start(trainer)
+    hooks.on_eval_step_end(trainer, 0.5)
+    hooks.on_train_end(trainer)
+    assert [(span.name, span.args) for span in calls] == [
+        ("outer", {"train_steps": 3}),
+        ("inner", {"train_steps": 3}),
+    ]
 
 
 # ------------------------------------------------------------------ lanes

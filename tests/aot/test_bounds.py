@@ -91,7 +91,7 @@ def test_it_fits(name):
     assert found["needed_bytes"] < found["chip"]["usable_bytes"]
     preview = found["preview"]
     assert (preview["max_model_len"], preview["tp_size"]) == (options["max_model_len"], tp_size)
-    assert preview["decode_attention"] == preview["prefill_attention"] == "tpu"
+    assert preview["attention"] == "tpu"
     memory = preview["memory"]
     rule = "num_kv_tokens" if "num_kv_tokens" in options else "mem_fraction_static"
     assert memory["rule"] == rule
@@ -198,7 +198,7 @@ def test_one_device_exchanges_nothing(name):
 def test_the_kernel_compiles_for_other_pages_and_float32(options):
     found = compile_for("v5e:1x1", (1, 1), **options)
     preview = found["preview"]
-    assert (found["problem"], preview["decode_attention"]) == (None, "tpu")
+    assert (found["problem"], preview["attention"]) == (None, "tpu")
     assert preview["memory"]["page_size"] == options.get("page_size", 16)
     decode, prefill, _ = found["programs"]
     for program in (decode, prefill):

@@ -8,7 +8,6 @@ import pytest
 
 from sgljax_engine.builder.group import build_shapes
 from sgljax_engine.config import EngineConfig
-from sgljax_engine.runner.programs.drafts import verify_widths
 from sgljax_engine.runner.warmup import call_size, largest, warm_calls
 from tests.aot.programs import TWO_LAYERS
 from tests.aot.topologies import needs_cuda_plugin, needs_libtpu, run_compiler
@@ -94,7 +93,7 @@ def test_programs_of_a_chip(topology, shape):
     assert found["needed_bytes"] < CHIPS[topology[:3]].usable_bytes
 
     # The kernel for TPUs, once a layer: nothing copies pages or weights, or needs much memory.
-    assert preview["decode_attention"] == preview["prefill_attention"] == "tpu"
+    assert preview["attention"] == "tpu"
     assert sum(call["count"] for call in programs["decode"]["kernels"]) == TWO_LAYERS.num_layers
     assert programs["decode"]["copies"] == []
     assert decode["temp_bytes"] < 2**26
@@ -122,23 +121,68 @@ def test_programs_of_a_chip(topology, shape):
     assert [each["name"] for each in found["estimates"]] == ["decode"] * 2 + ["prefill"] * 2
 
 
+SCORES = """
+import dataclasses, json, sys
+from sgljax_engine import EngineConfig
+from sgljax_engine.builder.group import build_shapes
+from sgljax_engine.runner.warmup import warm_calls
+from tests.aot.programs import TWO_LAYERS
+from tests.aot.test_compile import OPTIONS, TOKENS
+from tools.aot import parse_topology, topology_mesh
+from tools.aot.report import read_program
+from tools.aot.target import prepare_compiler
+
+topology, model = sys.argv[1], dataclasses.replace(TWO_LAYERS, head_dim=int(sys.argv[2]))
+prepare_compiler(topology)
+chip, mesh = parse_topology(topology)[0], topology_mesh(topology, (1, 1))
+config = EngineConfig.from_options(OPTIONS | {"token_buckets": (TOKENS,)})
+runner, _ = build_shapes(model, config, "bfloat16", mesh, chip.usable_bytes)
+(call,) = runner.scorer.warm_calls()
+compiled = runner.programs.compile_alone(call, runner.kv_memory.state(runner.weights))
+a_page_array = TOKENS * model.num_kv_heads * model.head_dim
+report = read_program(compiled, name="score", size=TOKENS, large={a_page_array}, compile_s=0)
+print(json.dumps(dataclasses.asdict(report)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("topology", "head_dim"),
+    [
+        pytest.param("v5e:1x1", 128, marks=needs_libtpu),
+        pytest.param("v5e:1x1", 64, marks=needs_libtpu),  # two heads in a row of a page
+        pytest.param("h100:1", 128, marks=needs_cuda_plugin),
+    ],
+)
+def test_scores_of_a_chip(topology, head_dim):
+    """Keys live in pages of the program's own, which the kernels of decoding write and read."""
+    done = run_compiler("-c", SCORES, topology, head_dim)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    attention = [call for call in found["kernels"] if "rotate" not in call["name"]]
+    assert attention
+    assert found["copies"] == []
+    logits = TOKENS * TWO_LAYERS.vocab_size * 4
+    assert found["memory"]["temp_bytes"] < 3 * logits
+
+
 @needs_libtpu
 @pytest.mark.slow
 def test_steps_with_drafts_of_a_chip():
-    """A loop for each width, whose kernels read a row's pages once and write them in place."""
+    """A row's tokens are one block, whose kernel reads its pages once and writes them in place."""
     found = compile_for("v6e:2x2", (1, 2), speculation="always")
-    programs = {program["name"]: program for program in found["programs"]}
-    assert sorted(programs) == ["copy_pages", "decode", "prefill", "verify"]
-    program, widths = programs["verify"], verify_widths(ROWS, 15, 256)
-    assert program["problem"] is None
-    assert len(widths) > 1
-    num_calls = sum(
-        call["count"] for call in program["kernels"] if call["name"].endswith("paged_attention")
-    )
-    assert num_calls == TWO_LAYERS.num_layers * len(widths)
-    # Logits of a step, which happen to have as many elements as a weight; no pages.
-    assert sum(copy["count"] * copy["num_bytes"] for copy in program["copies"]) < 2**20
-    assert program["memory"]["alias_bytes"] == programs["prefill"]["memory"]["alias_bytes"]
+    programs = [(program["name"], program) for program in found["programs"]]
+    assert sorted(name for name, _ in programs) == ["copy_pages", "decode", "decode", "prefill"]
+    aliased = dict(programs)["prefill"]["memory"]["alias_bytes"]
+    for name, program in programs:
+        if name != "decode":
+            continue
+        assert program["problem"] is None
+        calls = [call for call in program["kernels"] if call["name"].endswith("paged_attention")]
+        assert sum(call["count"] for call in calls) == TWO_LAYERS.num_layers
+        # Logits of a step, which happen to have as many elements as a weight; no pages.
+        assert sum(copy["count"] * copy["num_bytes"] for copy in program["copies"]) < 2**20
+        assert program["memory"]["alias_bytes"] == aliased
 
 
 @needs_libtpu

@@ -94,5 +94,5 @@ def test_a_product_of_experts_is_one_kernel_of_a_gpu():
         assert program["own"] >= other["own"] + 3 * layers
         assert program["large_copies"] == 0
     expanded = TOKENS * NUM_CHOSEN * NUM_EXPERTS * TWO_LAYERS.hidden_size * 2
-    ours, theirs = (each["prefill"]["memory"]["temp_bytes"] for each in (programs, others))
-    assert ours < 0.5 * expanded < theirs
+    for each in (programs, others):  # XLA's code takes one expert's tokens at a time
+        assert each["prefill"]["memory"]["temp_bytes"] < 0.5 * expanded

@@ -114,8 +114,8 @@ THREE_HEADS = dataclasses.replace(
 
 @pytest.mark.parametrize(
     ("options", "tp_size"),
-    [({}, 3), ({"attention_backend": "xla"}, 1), ({"enable_deterministic_sampling": True}, 1)],
-    ids=["packed", "xla", "ordered"],
+    [({}, 3), ({"attention_backend": "xla"}, 1)],
+    ids=["packed", "xla"],
 )
 def test_auto_counts_what_pages_pad(monkeypatch, options, tp_size):
     """Three heads of 64 take two rows of 128 on a TPU, and three on three of them."""
@@ -129,6 +129,14 @@ def test_auto_counts_what_pages_pad(monkeypatch, options, tp_size):
     assert (found.tp_size, found.problem) == (tp_size, None)
     assert found.memory is not None
     assert found.memory.kv_tokens == 1024
+
+
+def test_deterministic_sampling_is_refused(monkeypatch):
+    monkeypatch.setattr(Placement, "platform", "tpu")
+    message = "enable_deterministic_sampling cannot be had here: .* for CPUs, .* kind 'tpu'"
+    asked = config(max_model_len=1024, enable_deterministic_sampling=True)
+    with pytest.raises(InvalidConfigError, match=message):
+        preview_engine(TWO_LAYERS, mesh=mesh(1, 1), config=asked)
 
 
 def test_auto_that_fits_nowhere_is_said():

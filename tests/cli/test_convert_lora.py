@@ -138,7 +138,7 @@ def test_sums_are_rounded_once(saved, tmp_path):
 def test_what_train_wrote_beside_the_checkpoint_tells_the_scale(saved, tmp_path):
     model, _ = saved
     root = checkpoints.save(model, tmp_path / "root")
-    write_settings(root, LoraSettings(4, checkpoints.ALPHA, ".*", None))
+    write_settings(root, LoraSettings(rank=4, alpha=checkpoints.ALPHA, module_path=".*"))
     base = ["--base", BASE, "--quiet"]
     assert convert(root, *base, "--output", tmp_path / "a") == 0
     assert convert(root / "actor/5", *base, "--output", tmp_path / "b") == 0

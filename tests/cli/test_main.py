@@ -138,7 +138,6 @@ def test_errors_become_a_line_and_an_exit_code(monkeypatch, capsys, error, code,
         *((name, "server") for name in ("uvicorn", "fastapi", "pydantic", "prometheus_client")),
         *(
             ("matplotlib", "demo"),
-            ("zstandard", "zstd"),
             ("libtpu", "aot"),
             ("gguf.reader", "real"),
         ),

@@ -51,7 +51,7 @@ from sgljax_engine import (
 )
 from sgljax_engine.builder.group import build_shapes
 from sgljax_engine.builder.sources import check_sources, folder_weights, same_model_weights
-from sgljax_engine.checkpoint.manager import CheckpointManager
+from sgljax_engine.checkpoint.manager import REQUESTS_NAME, CheckpointManager
 from sgljax_engine.core.checkpoint_writer import load_checkpoint
 from sgljax_engine.io_struct import PauseGenerationReqInput
 from sgljax_engine.models.registry import get_model
@@ -71,6 +71,7 @@ from tests.engine.models import TINY, TINY_MOE, ForeignTensor, spread_weights
 from tests.engine.small_tokenizers import GOLDEN, CharTokenizer
 from tests.geometry import SMALL
 from tunix_sgljax import RLCluster, sampling
+from tunix_sgljax.checkpoints.lora_settings import LoraSettings
 from tunix_sgljax.cli.tunix_model import BaseTensors, TunixModel
 from tunix_sgljax.exactness.trainer_match import TrainerMatch
 from tunix_sgljax.lora import find_lora
@@ -86,7 +87,6 @@ from tunix_sgljax.rollout_config.engine_options import (
 from tunix_sgljax.rollout_config.modes import check_lengths
 from tunix_sgljax.training.lora import abstract_actor
 from tunix_sgljax.training.models import ModelSpec
-from tunix_sgljax.training.schema import LoraConfig
 
 FOLDER = GOLDEN / "qwen3_gqa_tied"
 QWEN3 = Qwen3Config(**ref.CONFIGS[MODEL])
@@ -250,7 +250,7 @@ def pairs_without_scale() -> None:
 
 @ref.deprecations_ignored()  # of qwix
 def lora_path() -> None:
-    section = LoraConfig(rank=8, alpha=16.0, module_path="q_proj")
+    section = LoraSettings(rank=8, alpha=16.0, module_path="q_proj")
     abstract_actor(ModelSpec("qwen3", Qwen3, QWEN3), section)
 
 
@@ -267,12 +267,12 @@ def experts() -> None:
 
 
 def restore(folder: Path, model: Any = TINY, **forged: Any) -> None:
-    """Reads a checkpoint of no requests, with other values in its manifest."""
+    """Reads a checkpoint of no requests, with other values in `requests.json`."""
     metadata = {"model": dataclasses.asdict(TINY), "weight_version": 0}
     CheckpointManager(folder).save(make_checkpoint([], metadata=metadata))
     if forged:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        (folder / "manifest.json").write_text(json.dumps(manifest | forged))
+        requests = json.loads((folder / REQUESTS_NAME).read_text())
+        (folder / REQUESTS_NAME).write_text(json.dumps(requests | forged))
     load_checkpoint(folder, model)
 
 
@@ -384,6 +384,9 @@ TABLE = [Row(*row) for row in (
     ("dtype", lambda _: options(dtype="fp16"), InvalidConfigError),
     ("deterministic_backend",
      lambda _: options(enable_deterministic_sampling=True, attention_backend="xla"),
+     InvalidConfigError),
+    ("deterministic_devices",
+     lambda _: plan(devices=2, enable_deterministic_sampling=True),
      InvalidConfigError),
     ("context_length", lambda _: plan(max_model_len=1024), InvalidConfigError),
     ("num_kv_tokens", lambda _: plan(num_kv_tokens=10**12), InvalidConfigError),
@@ -503,7 +506,7 @@ TABLE = [Row(*row) for row in (
     ("no_checkpoint", lambda p: load_checkpoint(p.tmp_path / "none.ckpt", TINY), CheckpointError),
     ("folder_without_checkpoint", lambda p: load_checkpoint(p.empty(), TINY), CheckpointError),
     ("damaged_checkpoint", lambda p: restore(p.empty(), timestamp=1.0), CheckpointError),
-    ("newer_checkpoint", lambda p: restore(p.empty(), version=2), CheckpointError),
+    ("newer_checkpoint", lambda p: restore(p.empty(), version=3), CheckpointError),
     ("checkpoint_of_another_model",
      lambda p: restore(p.empty(), dataclasses.replace(TINY, rms_norm_eps=1e-5)), CheckpointError),
 )]  # fmt: skip

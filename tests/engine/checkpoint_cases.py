@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from sgljax_engine import EngineCheckpoint, RequestCheckpoint, SamplingParams, SchedulerCheckpoint
-from sgljax_engine.checkpoint.prefix import LayerPages, PrefixCheckpoint
+from sgljax_engine.checkpoint.manager import _NUM_SIGNED, REQUESTS_NAME, _arrays_name, _signed
 from sgljax_engine.sampling_params import LogprobOptions
 from sgljax_engine.types import FinishReason, PromptLogprobs, RequestStatus, TopLogprobs
 
@@ -67,7 +67,6 @@ def make_request(
         params=RICH_PARAMS,
         seed=2**62 + index,
         logprob_options=options,
-        is_streaming=True,
         status=status,
         finish=FinishReason("stop", matched="</answer>") if is_finished else None,
         output_ids=rng.integers(0, 150_000, num_tokens).tolist(),
@@ -85,37 +84,13 @@ def make_request(
     )
 
 
-def make_prefix(seed: int = 0, dtype: str = "bfloat16") -> PrefixCheckpoint:
-    rng = np.random.default_rng(seed)
-    bits = np.uint16 if dtype == "bfloat16" else np.uint32
-    pages = [
-        LayerPages(*(rng.integers(0, 2**16, (3, 2, 4, 8)).astype(bits) for _ in "kv"))
-        for _ in range(2)
-    ]
-    nodes = [(-1, (1, 2, 3, 4)), (0, (5, 6, 7, 8)), (-1, (5, 6, 7, 8))]
-    return PrefixCheckpoint(
-        page_size=4, dtype=dtype, kv_shapes=[(2, 8)] * 2, nodes=nodes, pages=pages
-    )
-
-
 def make_checkpoint(
-    requests: list[RequestCheckpoint],
-    prefix: PrefixCheckpoint | None = None,
-    metadata: dict[str, Any] | None = None,
+    requests: list[RequestCheckpoint], metadata: dict[str, Any] | None = None
 ) -> EngineCheckpoint:
-    """Each request is in the queue of its status."""
-
-    def rids(status: RequestStatus) -> list[str]:
-        return [request.rid for request in requests if request.status is status]
-
     return EngineCheckpoint(
         scheduler_state=SchedulerCheckpoint(
             requests={request.rid: request for request in requests},
-            waiting_queue=rids(RequestStatus.WAITING),
-            running_queue=rids(RequestStatus.RUNNING),
-            finished_req_ids=rids(RequestStatus.FINISHED),
             new_token_ratio=0.375,
-            prefix_cache=prefix,
         ),
         metadata={"weight_version": 7} if metadata is None else metadata,
         timestamp=1.75e9,
@@ -124,52 +99,26 @@ def make_checkpoint(
 
 def fingerprint(checkpoint: EngineCheckpoint) -> str:
     """Equal for equal contents; unlike ==, it knows NaN from NaN, 0.0 from -0.0 and 1 from 1.0."""
-    state = checkpoint.scheduler_state
-    parts = [
-        repr((checkpoint.version, checkpoint.timestamp, checkpoint.metadata)),
-        repr((state.requests, state.waiting_queue, state.running_queue, state.finished_req_ids)),
-        repr(state.new_token_ratio),
-    ]
-    prefix = state.prefix_cache
-    if prefix is not None:
-        parts.append(repr((prefix.page_size, prefix.dtype)))
-        parts.append(repr((list(prefix.kv_shapes), list(prefix.nodes))))
-        for pair in prefix.pages:
-            for array in pair:
-                parts.append(f"{array.dtype.name}{array.shape}{array.tobytes().hex()}")
-    return "\n".join(parts)
+    return repr(checkpoint)
 
 
 # ---------------------------------------------------------------------- forgeries
 
 
-def dump(value: Any) -> bytes:
-    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
-    return text.encode("utf-8", "surrogatepass")
+def read_tree(folder: Path) -> dict[str, Any]:
+    """The contents of `requests.json` without its checksum."""
+    return json.loads(b"{" + (folder / REQUESTS_NAME).read_bytes()[_NUM_SIGNED:])
 
 
-def forge_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Changes the manifest and gives it the checksum that it should have."""
-    path = folder / "manifest.json"
-    body = json.loads(path.read_bytes())
-    del body["sha256"]
-    change(body)
-    body["sha256"] = hashlib.sha256(dump(body)).hexdigest()
-    path.write_bytes(dump(body))
+def forge(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Changes `requests.json` and gives it the checksum that it should have."""
+    tree = read_tree(folder)
+    change(tree)
+    text = json.dumps(tree, separators=(",", ":"), ensure_ascii=False)
+    (folder / REQUESTS_NAME).write_bytes(_signed(text.encode("utf-8", "surrogatepass")))
 
 
-def forge_file(folder: Path, name: str, data: bytes) -> None:
-    """Replaces a file, and its size and checksum in the manifest."""
-    (folder / name).write_bytes(data)
-    new = [name, len(data), hashlib.sha256(data).hexdigest()]
-
-    def change(body: dict[str, Any]) -> None:
-        entries = [segment["files"] for segment in body["segments"]]
-        found = [(files, i) for files in entries for i, file in enumerate(files) if file[0] == name]
-        if body["prefix"] is not None and body["prefix"]["file"][0] == name:
-            body["prefix"]["file"] = new
-            return
-        [(files, i)] = found
-        files[i] = new
-
-    forge_manifest(folder, change)
+def forge_arrays(folder: Path, data: bytes) -> None:
+    """Replaces the arrays, and their checksum in `requests.json`."""
+    forge(folder, lambda tree: tree.update(arrays=hashlib.sha256(data).hexdigest()))
+    (folder / _arrays_name(read_tree(folder))).write_bytes(data)

@@ -132,13 +132,11 @@ def make_engine(
     model: ModelConfig = MODEL,
     weights: Mapping[str, Any] | None = None,
 ) -> Engine:
-    """A deterministic one, unless told otherwise; with JIT-compiled kernels, by default."""
-    flag = None if sgljax_cpu.unavailable() is None else True
-    given: dict[str, Any] = {"enable_deterministic_sampling": flag, **options}
+    """An engine; with JIT-compiled kernels it is deterministic."""
     return Engine(
         model_config=model,
         weights=spread_weights(model) if weights is None else weights,
-        **given,
+        **options,
     )
 
 

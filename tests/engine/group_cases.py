@@ -37,7 +37,7 @@ from sgljax_engine import (
     preview_engine,
 )
 from sgljax_engine.attention import pallas, tpu
-from sgljax_engine.attention.base import AttentionOptions, BlockTables
+from sgljax_engine.attention.base import Attention, AttentionOptions, BlockTables, NewTokens
 from sgljax_engine.attention.pallas import PallasAttention
 from sgljax_engine.attention.tpu import TpuAttention
 from sgljax_engine.builder.group import build_shapes
@@ -45,6 +45,7 @@ from sgljax_engine.cache.kv_pages import LayerKV, PageLayout
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.engine_core import EngineCore
 from sgljax_engine.core.serving import ServingWeights
+from sgljax_engine.layers.kernels import XlaKernels
 from sgljax_engine.layers.target import Target
 from sgljax_engine.model_config import KVShape
 from sgljax_engine.placement.shardings import Placement
@@ -181,6 +182,28 @@ class KernelCase(NamedTuple):
         tables = BlockTables(*(jnp.asarray(part, jnp.int32) for part in parts))
         return cls(placement, kv, q, (k, v), (pages[0], pages[1]), tables)
 
+    def write_and_attend(self, attention: Attention, layer: LayerKV) -> tuple[Any, LayerKV]:
+        """The output and the pages, of kernels that find the slots by themselves."""
+        new = NewTokens(*(x.reshape(-1, *x.shape[2:]) for x in (self.q, *self.new)))
+        slots, options = np.zeros(len(new.q), np.int32), AttentionOptions(scale=0.1)
+        call = jax.jit(attention.write_and_attend, static_argnums=4)
+        out, layer = call(new, layer, self.tables, slots, options)
+        return out.reshape(self.q.shape), layer
+
+    def check_gpu_kernel(self) -> None:
+        """The output of one device."""
+        options = AttentionOptions(scale=0.1)
+        several = pallas.gpu_attention(self.target("gpu"), XlaKernels(), interpret=True)
+        attentions = PallasAttention(interpret=True), several
+        want, got = (
+            jax.jit(attention.attend, static_argnums=3)(self.q, layer, self.tables, options)
+            for attention, layer in zip(
+                attentions, (one_device(self.pages), self.sharded_pages()), strict=True
+            )
+        )
+        assert not got.sharding.is_fully_replicated
+        self.check(want, got)
+
     def target(self, platform: str) -> Target:
         return self.placement.target._replace(platform=platform, is_own_cpu=False)
 
@@ -205,17 +228,13 @@ def one_device(pages: Iterable[np.ndarray]) -> LayerKV:
 def tpu_kernel() -> None:
     """Heads over four devices: the output and the pages of one."""
     for head_dim in (128, 64):
-        case, options = KernelCase.make(head_dim), AttentionOptions(scale=0.1)
+        case = KernelCase.make(head_dim)
         per_row = tpu.heads_per_row(head_dim)
         alone, shared = (PageLayout(2, head_dim, per_row, shards) for shards in (1, 2))
-        attentions = TpuAttention(interpret=True), tpu.attention_for(case.target("tpu"), True)
+        sharded = tpu.tpu_attention(case.target("tpu"), (head_dim,), interpret=True)
         pages = one_device(map(alone.pack, case.pages)), case.sharded_pages(shared)
-        (want, one), (got, several) = (
-            jax.jit(attention.write_and_attend, static_argnums=5)(
-                case.q, *case.new, layer, case.tables, options
-            )
-            for attention, layer in zip(attentions, pages, strict=True)
-        )
+        want, one = case.write_and_attend(TpuAttention(interpret=True), pages[0])
+        got, several = case.write_and_attend(sharded, pages[1])
         assert several.k.sharding.shard_shape(several.k.shape)[1] == 1
         for mine, ours in zip(one, several, strict=True):
             np.testing.assert_array_equal(
@@ -226,12 +245,7 @@ def tpu_kernel() -> None:
 
 def gpu_kernel() -> None:
     """Heads over four devices: the output of one."""
-    case, options = KernelCase.make(), AttentionOptions(scale=0.1)
-    one = jax.jit(PallasAttention(interpret=True).__call__, static_argnums=3)
-    several = jax.jit(pallas.attention_for(case.target("gpu"), interpret=True), static_argnums=3)
-    got = several(case.q, case.sharded_pages(), case.tables, options)
-    assert not got.sharding.is_fully_replicated
-    case.check(one(case.q, one_device(case.pages), case.tables, options), got)
+    KernelCase.make().check_gpu_kernel()
 
 
 def decode_flops(model: ModelConfig, mesh: Mesh | None, **options: Any) -> float:
@@ -502,7 +516,7 @@ def scores() -> None:
 
 
 def checkpoints() -> None:
-    """Requests of a group continue in groups of other sizes, with their KV pages."""
+    """Requests of a group continue in groups of other sizes."""
     with tempfile.TemporaryDirectory() as folder:
         check_checkpoints(folder)
 
@@ -522,15 +536,10 @@ def check_checkpoints(folder: str) -> None:
         take_steps(saved, 4)
         saved.pause_generation("in_place")
         path = f"{folder}/{source}"
-        report = saved.save_checkpoint(path, include_kv=True)
-        assert report
-        before = restored.get_internal_state().counters.num_prefill_tokens
+        saved.save_checkpoint(path)
         futures = restored.restore_checkpoint(path)
         got = sorted(tuple(f.result(LIMIT_S).output_ids) for f in futures.values())
         assert got == want
-        # What no whole page holds is prefilled again.
-        after = restored.get_internal_state().counters.num_prefill_tokens
-        assert after - before < len(PROMPTS) * SMALL["page_size"]
         saved.continue_generation()
         call.result(LIMIT_S)
         check_idle(restored)

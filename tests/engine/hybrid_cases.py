@@ -1,4 +1,4 @@
-"""Cases of `test_hybrid`: each runs in a process of its own that has two devices."""
+"""A case of `test_hybrid`, in a process of its own that has two devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 
 from sgljax_engine import Engine, SamplingParams
 from tests import inside
-from tests.engine.determinism_cases import ALONE
 from tests.engine.exactness_checks import check_golden_scores, golden_prompts
 from tests.geometry import SMALL
 
@@ -25,12 +24,7 @@ def main(case: str) -> None:
     folder = GOLDEN / FOLDERS[case]
     golden = np.load(folder / "golden.npz")
     mesh = Mesh(np.asarray(jax.devices()[:2]).reshape(1, 2), ("fsdp", "tp"))
-    with Engine(
-        folder,
-        dtype="float32",
-        mesh=mesh,
-        **SMALL,
-    ) as engine:
+    with Engine(folder, dtype="float32", mesh=mesh, **SMALL) as engine:
         outputs = engine.generate_requests(golden_prompts(golden), PARAMS)
         for i, output in enumerate(outputs):
             assert output.output_ids == golden[f"greedy_{i}"].tolist(), i
@@ -52,22 +46,5 @@ def main(case: str) -> None:
         assert report.state_bytes == held // report.state_slots * (report.state_slots + 8)
 
 
-def deterministic() -> None:
-    """Requests that share a batch have the bits of the same ones alone."""
-    folder = GOLDEN / FOLDERS["ungrouped"]
-    golden = np.load(folder / "golden.npz")
-    mesh = Mesh(np.asarray(jax.devices()[:2]).reshape(1, 2), ("fsdp", "tp"))
-    bits = []
-    for options in (SMALL, ALONE):
-        with Engine(
-            folder, dtype="float32", mesh=mesh, enable_deterministic_sampling=True, **options
-        ) as engine:
-            outputs = engine.generate_requests(golden_prompts(golden), PARAMS)
-        for i, output in enumerate(outputs):
-            np.testing.assert_allclose(output.logprobs, golden[f"greedy_logps_{i}"], atol=2e-4)
-        bits.append([(output.output_ids, output.logprobs) for output in outputs])
-    assert bits[0] == bits[1]
-
-
 if __name__ == "__main__":
-    deterministic() if sys.argv[1] == "deterministic" else main(sys.argv[1])
+    main(sys.argv[1])

@@ -38,7 +38,7 @@ def linger(engine: Engine) -> None:
     core.step = step_late
 
 
-def roll_out(folder: str, *, include_kv: bool) -> None:
+def roll_out(folder: str) -> None:
     with Engine(model_config=TINY, weights=spread_weights(), **SMALL) as engine:
         engine.warmup()
         linger(engine)
@@ -52,18 +52,18 @@ def roll_out(folder: str, *, include_kv: bool) -> None:
         while not engine.get_internal_state().running_batch_size:
             pass
         while not is_over.is_set():
-            engine.save_checkpoint(folder, include_kv=include_kv)
+            engine.save_checkpoint(folder)
             tell("saved", engine.get_internal_state().counters.num_finished)
         tell("done")
 
 
 def main() -> None:
     importlib.import_module("tests.conftest")  # the compilation cache of all tests
-    for number, line in enumerate(sys.stdin):
+    for line in sys.stdin:
         child = os.fork()
         if not child:
             tell("started", os.getpid())
-            roll_out(line.rstrip("\n"), include_kv=number % 2 == 1)
+            roll_out(line.rstrip("\n"))
             os._exit(0)
         os.waitpid(child, 0)
         tell("dead")

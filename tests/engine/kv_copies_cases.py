@@ -85,21 +85,17 @@ def check_outputs(model: ModelConfig) -> None:
 def check_memory(engine: Engine, model: ModelConfig, mesh: Mesh) -> None:
     """Each device holds one kv head, and the report counts all along "tp"."""
     runner, report = inside.runner(engine), engine.get_internal_state().memory
-    kv = runner.kv_memory.kv, runner.kv_memory.contiguous_kv
-    held = [shard_bytes(kv, device) for device in mesh.devices.flat]
+    held = [shard_bytes(runner.kv_memory.kv, device) for device in mesh.devices.flat]
     head_bytes = 2 * model.num_layers * model.head_dim * 4
-    copied = shard_bytes(runner.kv_memory.contiguous_kv, mesh.devices.flat[0])
-    assert copied > 0
-    assert set(held) == {report.kv_tokens * head_bytes + copied}
+    assert set(held) == {report.kv_tokens * head_bytes}
     assert report.kv_bytes == 4 * report.kv_tokens * head_bytes
-    assert report.contiguous_kv_bytes == 4 * copied
     weights = [shard_bytes(runner.weights, device) for device in mesh.devices.flat]
     assert set(weights) == {report.weights_bytes // 4}
     preview = preview_engine(model, mesh=mesh)
     assert preview.weights_bytes == report.weights_bytes
     projection = runner.weights["model.layers.0.self_attn.k_proj.weight"]
     assert projection.addressable_shards[0].data.size == model.hidden_size * model.head_dim
-    assert engine.release_kv_cache() == report.kv_bytes + report.contiguous_kv_bytes
+    assert engine.release_kv_cache() == report.kv_bytes
 
 
 def families() -> None:
@@ -121,7 +117,7 @@ def check_golden(name: str, mesh: Mesh) -> None:
 
 
 def states() -> None:
-    """Updates, sleep and checkpoints with pages, also between engines of other meshes."""
+    """Updates, sleep and checkpoints, also between engines of other meshes."""
     saved_pages._CHUNK_BYTES = 8192  # pages move a few at a time
     model = tiny(2)
     weights, others = spread_weights(model), spread_weights(model, seed=1)
@@ -165,8 +161,7 @@ def check_updates(engine: Engine, given: Any, others: Any, whole: list[list[int]
 
 def shardings(runner: Any) -> Any:
     """Shardings of all arrays of a runner."""
-    kv = runner.kv_memory.kv, runner.kv_memory.contiguous_kv
-    return jax.tree.map(lambda x: x.sharding, (runner.weights, kv))
+    return jax.tree.map(lambda x: x.sharding, (runner.weights, runner.kv_memory.kv))
 
 
 def check_sleep(engine: Engine, whole: list[list[int]]) -> None:
@@ -177,7 +172,7 @@ def check_sleep(engine: Engine, whole: list[list[int]]) -> None:
         before = shardings(runner)
         calls = start_all(engine, PROMPTS[:4], LONG)
         freed = engine.sleep(2, preserve_state=True)
-        assert freed == report.weights_bytes + report.kv_bytes + report.contiguous_kv_bytes
+        assert freed == report.weights_bytes + report.kv_bytes
         # Copies on several devices are kept once.
         weights = inside.core(engine).sleep_manager._copies.weights
         assert weights is not None
@@ -192,17 +187,14 @@ def check_sleep(engine: Engine, whole: list[list[int]]) -> None:
 
 
 def check_checkpoint(source: Engine, target: Engine, folder: str, whole: list[list[int]]) -> None:
-    """What one engine saves with its pages, the other goes on with, and computes no page again."""
+    """What one engine saves, the other goes on with."""
     source.flush_cache()
     target.flush_cache()
     calls = start_all(source, PROMPTS[:4], LONG)
-    source.save_checkpoint(folder, include_kv=True)
+    source.save_checkpoint(folder)
     assert tokens_of(results(calls)) == whole
-    before = target.get_internal_state().counters.num_prefill_tokens
     futures = target.restore_checkpoint(folder)
     assert sorted(f.result(600).output_ids for f in futures.values()) == sorted(whole)
-    after = target.get_internal_state().counters.num_prefill_tokens
-    assert after - before < 4 * SMALL["page_size"]  # what was in no whole page
 
 
 def placement() -> None:

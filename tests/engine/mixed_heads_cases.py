@@ -13,9 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sgljax_engine import Engine, InvalidConfigError, ModelConfig, RequestOutput, SamplingParams
-from sgljax_engine.attention import pallas, tpu
-from sgljax_engine.attention.base import AttentionOptions
-from sgljax_engine.attention.pallas import PallasAttention
+from sgljax_engine.attention import tpu
 from sgljax_engine.attention.tpu import TpuAttention
 from sgljax_engine.layers.target import kv_axes
 from sgljax_engine.layers.tpu import TpuHeads
@@ -23,7 +21,6 @@ from sgljax_engine.model_config import KVShape
 from sgljax_engine.placement.submeshes import place
 from sgljax_engine.preview import preview_engine
 from tests import inside
-from tests.engine.determinism_cases import ALONE
 from tests.engine.group_cases import KernelCase, one_device
 from tests.engine.models import MIXED_HEADS, SHARED_KEYS, random_prompts, spread_weights
 from tests.geometry import SMALL
@@ -121,25 +118,6 @@ def refusals() -> None:
     assert place(six, mesh_of(2), "float32").whole.num_tensor_shards == 2
 
 
-def deterministic() -> None:
-    """Requests that share a batch have the bits of the same ones alone."""
-    seeded = [SamplingParams(temperature=0.8, seed=i, max_new_tokens=24) for i in range(9)]
-    bits = []
-    for options in (SMALL, ALONE):
-        with Engine(
-            model_config=MIXED_HEADS,
-            weights=spread_weights(MIXED_HEADS),
-            mesh=mesh_of(8),
-            enable_deterministic_sampling=True,
-            **options,
-        ) as engine:
-            made = engine.generate_requests(PROMPTS, seeded)
-        bits.append(
-            [(o.output_ids, np.asarray(o.scaled_logprobs, np.float32).tobytes()) for o in made]
-        )
-    assert bits[0] == bits[1]
-
-
 def kernel_cases() -> list[KernelCase]:
     """Kv heads over two of three axes, over one of them, and over none."""
     sliding, full = 0, 1
@@ -166,15 +144,9 @@ def wide_heads(num_sliding: int, num_full: int) -> ModelConfig:
 def tpu_kernel() -> None:
     """The output and the pages of one device."""
     for case in kernel_cases():
-        options = AttentionOptions(scale=0.1)
-        attentions = TpuAttention(interpret=True), tpu.attention_for(case.target("tpu"), True)
-        pages = one_device(case.pages), case.sharded_pages()
-        (want, one), (got, several) = (
-            jax.jit(attention.write_and_attend, static_argnums=5)(
-                case.q, *case.new, layer, case.tables, options
-            )
-            for attention, layer in zip(attentions, pages, strict=True)
-        )
+        sharded = tpu.tpu_attention(case.target("tpu"), (case.kv.head_dim,), interpret=True)
+        want, one = case.write_and_attend(TpuAttention(interpret=True), one_device(case.pages))
+        got, several = case.write_and_attend(sharded, case.sharded_pages())
         assert not got.sharding.is_fully_replicated
         for mine, ours in zip(one, several, strict=True):
             np.testing.assert_array_equal(np.asarray(mine), np.asarray(ours))
@@ -205,14 +177,7 @@ def rotation_on_tpus() -> None:
 def gpu_kernel() -> None:
     """The output of one device."""
     for case in kernel_cases():
-        options = AttentionOptions(scale=0.1)
-        one = jax.jit(PallasAttention(interpret=True).__call__, static_argnums=3)
-        several = jax.jit(
-            pallas.attention_for(case.target("gpu"), interpret=True), static_argnums=3
-        )
-        got = several(case.q, case.sharded_pages(), case.tables, options)
-        assert not got.sharding.is_fully_replicated
-        case.check(one(case.q, one_device(case.pages), case.tables, options), got)
+        case.check_gpu_kernel()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def vectors_of(lanes: int) -> Vectors:
     host = host_vectors()
     if lanes > host.lanes:
         pytest.skip("the processor lacks AVX-512")
-    return host if lanes == host.lanes else Vectors(8, host.features, host.cpu)
+    return host._replace(lanes=lanes)
 
 
 _OWN_LANES = host_vectors().lanes if _PROBLEM is None else 8

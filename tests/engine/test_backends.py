@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -10,18 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from sgljax_engine.attention.batch_invariant import ordered_backend
 
 import sgljax_cpu
 from sgljax_engine import InvalidConfigError, logical_rules
-from sgljax_engine.attention.cpu import native_attention, native_write_kv
-from sgljax_engine.attention.registry import BACKENDS, PORTABLE, pick_attention
-from sgljax_engine.config import ATTENTION_BACKENDS, LINEAR_BACKENDS, RuntimeConfig
+from sgljax_engine.attention.registry import engine_attention
+from sgljax_engine.attention.xla import XlaAttention
+from sgljax_engine.config import RuntimeConfig
 from sgljax_engine.layers.kernels import XlaKernels, pick_kernels
 from sgljax_engine.layers.tpu import TpuHeads
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.placement.submeshes import place
+from sgljax_engine.preview import preview_engine
 from sgljax_engine.weights import programs
 from sgljax_engine.weights.apply import apply
 from sgljax_engine.weights.plan import WeightPlanner
@@ -41,36 +42,35 @@ def no_machine_code(monkeypatch):
 
 
 def pick(head_dim: int = 16, *, attention: str = "auto", linear: str = "auto", **changes: Any):
-    """Names of the backends that are picked, and why they are not native."""
+    """Names of the backends that are picked, and why the products are not native."""
     target = placement(linear, **changes).target
-    picked = pick_attention(attention, target, (head_dim,))
     products = pick_kernels(linear, target)
-    reasons = {why for why in (picked.why_not_native, products.why_not_native) if why}
-    return picked.name, products.name, reasons
+    picked = engine_attention(attention, target, (head_dim,), products.kernels)
+    return picked.name, products.name, products.why_not_native
 
 
 @needs_machine_code
 class TestPick:
     def test_cpu_kernels_are_the_default(self):
-        assert pick() == ("native", "native", set())
+        assert pick() == ("native", "native", None)
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
     def test_half_width_storage(self, dtype):
-        assert pick(dtype=jnp.dtype(dtype)) == ("native", "native", set())
+        assert pick(dtype=jnp.dtype(dtype)) == ("native", "native", None)
 
     def test_why_not(self):
         reason = r"a head_dim that is a multiple of (8|16), got 12"
-        attention, linear, reasons = pick(12)
-        assert (attention, linear) == ("xla_tiles", "native")
-        assert re.search(reason, "".join(reasons))
+        assert pick(12) == ("xla", "native", None)
         with pytest.raises(InvalidConfigError, match=rf"attention_backend 'native' .*{reason}"):
             pick(12, attention="native")
+        odd = dataclasses.replace(TINY, head_dim=12)
+        assert re.search(reason, preview_engine(odd).why_not_native or "")
 
     def test_several_devices(self):
         # What is read is the mesh's shape alone, so one device may stand there twice.
         mesh = Mesh(np.array(jax.devices()[:1] * 2), ("tp",))
         reason = "it is for one device, the engine has 2"
-        assert pick(mesh=mesh) == ("xla_tiles", "xla", {reason})
+        assert pick(mesh=mesh, packs_weights=False) == ("xla", "xla", reason)
 
     def test_kernels_of_gpus_are_refused(self):
         message = "linear_backend 'pallas' cannot be had here: it is for GPUs"
@@ -78,24 +78,8 @@ class TestPick:
             pick(linear="pallas")
 
     def test_each_may_be_chosen(self):
-        for attention in ("xla", "xla_tiles"):
-            assert pick(attention=attention) == (attention, "native", set())
-        assert pick(attention="xla_rows") == ("xla_tiles", "native", set())
-        assert pick(linear="xla") == ("native", "xla", set())
-
-    def test_what_they_imply(self):
-        target = placement().target
-        native = pick_attention("native", target, (16,))
-        assert native.attend is native.batch_invariant is native_attention
-        assert (native.write_kv, native.contiguous_kv) == (native_write_kv, "never")
-        rows = pick_attention("xla_rows", target, (16,))
-        assert rows.attend is PORTABLE["xla_tiles"]
-        assert rows.batch_invariant is ordered_backend("cpu")
-        assert (rows.decode, rows.contiguous_kv) == (None, "always")
-        for name in PORTABLE:
-            portable = pick_attention(name, target, (16,))
-            assert portable.attend is PORTABLE[name]
-            assert (portable.decode, portable.contiguous_kv) == (None, "never")
+        assert pick(attention="xla") == ("xla", "native", None)
+        assert pick(linear="xla") == ("native", "xla", None)
 
 
 def test_no_cpu_kernels_at_all(no_machine_code, monkeypatch):
@@ -103,23 +87,24 @@ def test_no_cpu_kernels_at_all(no_machine_code, monkeypatch):
         raise ImportError("planted: llvmlite is not installed")
 
     monkeypatch.setattr(sgljax_cpu, "host_vectors", no_llvmlite)
-    assert pick() == ("xla_tiles", "xla", {"out of luck"})
-    assert pick_attention("auto", placement().target, (16,)).contiguous_kv == "if_it_fits"
-    with pytest.raises(InvalidConfigError, match="cannot be had here: out of luck"):
-        pick(linear="native")
+    assert pick() == ("xla", "xla", "out of luck")
+    choices: list[dict[str, Any]] = [{"linear": "native"}, {"attention": "native"}]
+    for options in choices:
+        with pytest.raises(InvalidConfigError, match="cannot be had here: out of luck"):
+            pick(**options)
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_accelerators_have_portable_code(platform):
-    target = placement().target._replace(platform=platform, is_own_cpu=False)
-    found = pick_attention("auto", target, (80,))
-    assert (found.name, found.attend) == ("xla", PORTABLE["xla"])
-    assert (found.contiguous_kv, found.why_not_native) == ("never", None)
+    target = placement().target._replace(platform=platform, is_own_cpu=False, packs_weights=False)
     found = pick_kernels("auto", target)
+    assert engine_attention("auto", target, (80,), found.kernels) == XlaAttention()
     assert found[::2] == ("xla", None)
-    assert isinstance(found.kernels, XlaKernels)
-    assert found.kernels.heads == (TpuHeads() if platform == "tpu" else None)
-    assert pick_kernels("xla", target).kernels == XlaKernels()
+    has_heads = platform == "tpu"
+    assert found.kernels == XlaKernels(
+        heads=TpuHeads() if has_heads else None, has_ragged_dot=has_heads
+    )
+    assert pick_kernels("xla", target).kernels == XlaKernels(has_ragged_dot=has_heads)
 
 
 @pytest.mark.parametrize(
@@ -135,12 +120,6 @@ def test_products_of_gpus(compute_capability, num_shards, name):
         compute_capability=compute_capability,
     )
     assert pick_kernels("auto", target).name == name
-
-
-def test_names_of_backends():
-    assert tuple(BACKENDS) == ATTENTION_BACKENDS
-    assert set(BACKENDS) == {"auto", "native", "pallas", "tpu", "xla_rows", *PORTABLE}
-    assert set(LINEAR_BACKENDS) == {"auto", "native", "pallas", "xla"}
 
 
 @needs_machine_code

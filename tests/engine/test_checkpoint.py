@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import shutil
 import threading
@@ -19,13 +18,10 @@ from sgljax_engine import (
     EngineError,
     EngineShutdownError,
     EngineStateError,
-    InvalidConfigError,
     InvalidRequestError,
     SamplingParams,
 )
-from sgljax_engine.cache.radix import RadixCache
-from sgljax_engine.core.snapshot import RequestMark
-from sgljax_engine.runner.kv.memory import KVMemory
+from sgljax_engine.core.commands.checkpoint import RequestMark
 from sgljax_engine.runner.scorer import Scorer
 from tests.engine.interrupts import (
     NUM_TOKENS,
@@ -37,7 +33,7 @@ from tests.engine.interrupts import (
 )
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.small_tokenizers import CharTokenizer
-from tests.geometry import CHUNKED, WIDE, other
+from tests.geometry import CHUNKED, other
 from tests.threads import LIMIT_S, running, start
 
 PROMPTS = random_prompts(12, 3, 60)
@@ -79,35 +75,31 @@ def assert_same(futures, expected):
 
 
 @pytest.fixture(scope="module")
-def first_folders(tmp_path_factory):
-    """Checkpoints of requests that are finished, run and wait: without KV, and with it."""
-    folder = tmp_path_factory.mktemp("first")
+def first_folder(tmp_path_factory):
+    """A checkpoint of requests that are finished, run and wait."""
+    folder = tmp_path_factory.mktemp("first") / "saved"
     with make_engine() as engine:
         call = generate(engine, return_logprob=True)
         run_until_some_are_finished(engine, call)
-        report = engine.save_checkpoint(folder / "saved")
+        report = engine.save_checkpoint(folder)
         assert report.num_requests == len(RIDS)
-        engine.save_checkpoint(folder / "kv", include_kv=True)
     with pytest.raises(EngineShutdownError):
         call.result(LIMIT_S)
     return folder
 
 
 @pytest.fixture
-def saved(tmp_path, first_folders):
-    """A copy of the folder without KV."""
-    return shutil.copytree(first_folders / "saved", tmp_path / "saved")
+def saved(tmp_path, first_folder):
+    """A copy of it."""
+    return shutil.copytree(first_folder, tmp_path / "saved")
 
 
 class TestRestore:
-    @pytest.mark.parametrize("include_kv", [False, True])
-    @pytest.mark.parametrize("compression", [None, "zstd"])
-    def test_another_engine_finishes_them(self, tmp_path, expected, include_kv, compression):
+    def test_another_engine_finishes_them(self, tmp_path, expected):
         with make_engine() as engine:
             call = generate(engine, return_logprob=True)
-            state = run_until_some_are_finished(engine, call)
-            engine.save_checkpoint(tmp_path, include_kv=include_kv, compression=compression)
-            num_running = state.running_batch_size
+            run_until_some_are_finished(engine, call)
+            engine.save_checkpoint(tmp_path)
             engine.check_integrity()
             engine.continue_generation()
             outs = call.result(LIMIT_S)
@@ -122,10 +114,6 @@ class TestRestore:
                 logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
                 np.testing.assert_allclose(found.logprobs, logprobs, atol=1e-4)
                 assert found.token_weight_versions == [0] * len(found.output_ids)
-            counters = engine.get_internal_state().counters
-            if include_kv:  # what fills no page is computed again
-                waiting = sum(len(PROMPTS[i]) for i in range(2 + num_running, 12))
-                assert counters.num_prefill_tokens <= waiting + num_running * 4
             settle(engine)
 
     @pytest.mark.slow
@@ -269,7 +257,7 @@ class TestRestore:
             futures = engine.restore_checkpoint(saved)
             wait_until(engine, lambda s: s.counters.num_finished >= 2)
             engine.pause_generation("in_place")
-            report = engine.save_checkpoint(tmp_path / "again", include_kv=True)
+            report = engine.save_checkpoint(tmp_path / "again")
             assert report.num_requests == len(RIDS)
             del futures
         with make_engine() as engine:
@@ -310,19 +298,19 @@ class TestWeights:
 
     @pytest.mark.parametrize("num_updates", [0, 5])
     def test_other_weights_continue_under_a_higher_version(self, tmp_path, caplog, num_updates):
-        """As after an update with mode="retract"; KV of the old weights is never used."""
+        """As after an update with mode="retract"."""
         other = spread_weights(seed=1)
         with make_engine() as engine:
             engine.update_weights(spread_weights())
             call = generate(engine)
             run_until_some_are_finished(engine, call)
-            engine.save_checkpoint(tmp_path, include_kv=True)
+            engine.save_checkpoint(tmp_path)
         with make_engine(weights=other) as engine:
             for _ in range(num_updates):
                 engine.update_weights(other)
             with caplog.at_level(logging.WARNING):
                 futures = engine.restore_checkpoint(tmp_path)
-            assert "prefilled again" in caplog.text
+            assert "under a higher version" in caplog.text
             outs = [future.result(LIMIT_S) for future in futures.values()]
             assert engine.weight_version == max(num_updates, 2)
             mixed = 0
@@ -376,23 +364,12 @@ class TestRefusals:
             assert "nowhere" in caplog.text
             assert engine.generate(input_ids=[1], sampling_params={"max_new_tokens": 2})
 
-    @pytest.mark.parametrize("what", ["truncated", "tampered", "future", "lost"])
-    def test_a_bad_checkpoint_restores_nothing(self, saved, what):
-        manifest = saved / "manifest.json"
-        if what == "truncated":
-            file = next(saved.glob("*.safetensors"))
-            file.write_bytes(file.read_bytes()[:-1])
-        elif what == "tampered":
-            file = next(saved.glob("requests-*.json"))
-            file.write_bytes(file.read_bytes().replace(b'"r1"', b'"r7"', 1))
-        elif what == "future":
-            content = json.loads(manifest.read_text())
-            content["version"] = 99
-            manifest.write_text(json.dumps(content))
-        else:
-            next(saved.glob("*.safetensors")).unlink()
+    def test_a_bad_checkpoint_restores_nothing(self, saved):
+        """The kinds of damage are in `test_checkpoint_folder.py`."""
+        (arrays,) = saved.glob("*.safetensors")
+        arrays.write_bytes(arrays.read_bytes()[:-1])
         with make_engine() as engine:
-            with pytest.raises(CheckpointError, match="99" if what == "future" else str(saved)):
+            with pytest.raises(CheckpointError, match=str(arrays)):
                 engine.restore_checkpoint(saved, missing_ok=True)
             assert engine.get_internal_state().waiting_queue_size == 0
             assert engine.generate(input_ids=[1], sampling_params={"max_new_tokens": 2})
@@ -461,81 +438,8 @@ class TestRefusals:
         del engine
         assert gone() is None
 
-    def test_bad_arguments(self, tmp_path):
-        with make_engine() as engine:
-            with pytest.raises(InvalidConfigError, match="compression"):
-                engine.save_checkpoint(tmp_path, compression="gzip")  # type: ignore[arg-type]
-            with pytest.raises(InvalidRequestError, match="include_kv"):
-                engine.save_checkpoint(tmp_path, include_kv=1)  # type: ignore[arg-type]
-
-
-class TestPages:
-    @pytest.fixture
-    def with_kv(self, tmp_path, first_folders):
-        return shutil.copytree(first_folders / "kv", tmp_path / "kv")
-
-    def test_a_small_pool_takes_what_fits(self, with_kv, expected, caplog):
-        """40 pages are adopted; requests longer than the pool are refused, the others go on."""
-        num_nodes = len(CheckpointManager(with_kv).load().scheduler_state.prefix_cache.nodes)  # type: ignore[union-attr]
-        with make_engine(**CHUNKED) as engine:
-            assert num_nodes > 60
-            engine.pause_generation()
-            with caplog.at_level(logging.WARNING):
-                futures = engine.restore_checkpoint(with_kv)
-            assert f"40 of {num_nodes} KV pages" in caplog.text
-            engine.check_integrity()
-            assert engine.get_internal_state().cached_kv_tokens == 160
-            engine.continue_generation()
-            for rid in RIDS[9:]:
-                with pytest.raises(InvalidRequestError, match="the pool holds 160"):
-                    futures.pop(rid).result(LIMIT_S)
-            assert_same(futures, {rid: expected[rid] for rid in RIDS[:9]})
-            settle(engine)
-
-    @pytest.mark.parametrize("options", [WIDE, {"disable_radix_cache": True}], ids=["pages", "off"])
-    def test_another_cache_computes_them_again(self, with_kv, expected, options):
-        with make_engine(**options) as engine:
-            assert_same(engine.restore_checkpoint(with_kv), expected)
-            settle(engine)
-
-    @pytest.mark.parametrize("place", [(KVMemory, "load_rows"), (RadixCache, "adopt")])
-    def test_pages_that_cannot_be_loaded_are_computed_again(
-        self, with_kv, expected, monkeypatch, caplog, place
-    ):
-        def fail(*args, **kwargs):
-            raise RuntimeError("injected")
-
-        with make_engine() as engine:
-            calls = start_all(engine, [[1, 2, 3]])
-            monkeypatch.setattr(*place, fail)
-            futures = engine.restore_checkpoint(with_kv)
-            assert "injected" in caplog.text
-            engine.check_integrity()
-            assert_same(futures, expected)
-            assert len(calls[0].result(LIMIT_S).output_ids) == NUM_TOKENS
-            settle(engine)
-
 
 class TestSaving:
-    def test_only_what_changed_is_written(self, tmp_path):
-        with make_engine() as engine:
-            engine.pause_generation()
-            calls = [start(lambda p=p: engine.generate_requests([p], PARAMS[0])) for p in PROMPTS]
-            wait_until(engine, lambda s: s.waiting_queue_size == 12)
-            assert engine.save_checkpoint(tmp_path).num_written == 12
-            assert engine.save_checkpoint(tmp_path).num_written == 0
-            engine.continue_generation()
-            wait_until(engine, lambda s: s.counters.num_first_tokens >= 1)
-            engine.pause_generation("in_place")
-            state = engine.get_internal_state()
-            report = engine.save_checkpoint(tmp_path)
-            if not report.is_compacted:
-                assert report.num_written == state.running_batch_size
-            engine.continue_generation()
-            for call in calls:
-                call.result(LIMIT_S)
-            assert engine.save_checkpoint(tmp_path).num_requests == 0
-
     def test_decoding_goes_on_while_it_is_written(self, tmp_path, monkeypatch):
         reached, let_go = threading.Event(), threading.Event()
         save = CheckpointManager.save
@@ -568,7 +472,7 @@ class TestSaving:
             with monkeypatch.context() as patch:
                 patch.setattr("os.replace", full)
                 with pytest.raises(CheckpointError, match="No space left"):
-                    engine.save_checkpoint(tmp_path, include_kv=True)
+                    engine.save_checkpoint(tmp_path)
             engine.check_integrity()
             engine.continue_generation()
             outs = call.result(LIMIT_S)
@@ -595,20 +499,18 @@ class TestSaving:
 
     @pytest.mark.slow
     def test_asleep(self, tmp_path, expected):
-        """Pages that sleep on the host are saved from there; restored requests wait for waking."""
+        """A sleeping engine saves; restored requests wait for waking."""
         with make_engine() as engine:
             call = generate(engine)
             run_until_some_are_finished(engine, call)
             engine.continue_generation()
             engine.sleep(preserve_state=True)
-            engine.save_checkpoint(tmp_path, include_kv=True)
+            engine.save_checkpoint(tmp_path)
             engine.wake_up()
             call.result(LIMIT_S)
         with make_engine() as engine:
             assert_same(engine.restore_checkpoint(tmp_path), expected)
             assert engine.weight_version == 0
-            num_prefilled = engine.get_internal_state().counters.num_prefill_tokens
-            assert num_prefilled < sum(map(len, PROMPTS)) / 2
         with make_engine() as engine:
             engine.sleep()
             futures = engine.restore_checkpoint(tmp_path)

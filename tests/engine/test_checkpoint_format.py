@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import time
 from array import array
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import load_file
 
 from sgljax_engine import (
     CheckpointError,
@@ -21,10 +19,7 @@ from sgljax_engine import (
     EngineCheckpoint,
     RequestCheckpoint,
     SamplingParams,
-    SchedulerCheckpoint,
 )
-from sgljax_engine.checkpoint.codecs import codecs
-from sgljax_engine.checkpoint.prefix import LayerPages, PrefixCheckpoint
 from sgljax_engine.checkpoint.request import FRESH
 from sgljax_engine.sampling_params import LogprobOptions
 from sgljax_engine.types import (
@@ -39,7 +34,6 @@ from tests.engine.checkpoint_cases import (
     RICH_PARAMS,
     fingerprint,
     make_checkpoint,
-    make_prefix,
     make_request,
 )
 
@@ -125,7 +119,6 @@ def requests(draw: st.DrawFn, rid: str) -> RequestCheckpoint:
         params=draw(params()),
         seed=draw(st.integers(0, 2**63 - 1)),
         logprob_options=options,
-        is_streaming=draw(st.booleans()),
         status=FINISHED if is_finished else draw(st.sampled_from([WAITING, RUNNING])),
         finish=finish,
         error=error,
@@ -162,47 +155,16 @@ def test_any_checkpoint_comes_back_as_it_was(tmp_path, num_examples):
         derandomize=True,
         suppress_health_check=[HealthCheck.too_slow],
     )
-    @given(checkpoint=checkpoints(), compression=st.sampled_from([None, "zstd"]))
-    def check(checkpoint, compression):
-        check_round_trip(tmp_path, checkpoint, compression)
+    @given(checkpoint=checkpoints())
+    def check(checkpoint):
+        expected = fingerprint(checkpoint)
+        assert fingerprint(EngineCheckpoint.from_dict(checkpoint.to_dict())) == expected
+        # The same folder each time: what was there before must not shine through.
+        manager = CheckpointManager(tmp_path)
+        manager.save(checkpoint)
+        assert fingerprint(manager.load()) == expected
 
     check()
-
-
-def check_round_trip(tmp_path, checkpoint, compression):
-    expected = fingerprint(checkpoint)
-    assert fingerprint(EngineCheckpoint.from_dict(checkpoint.to_dict())) == expected
-    # The same folder each time: what was there before must not shine through.
-    manager = CheckpointManager(tmp_path, compression=compression)
-    manager.save(checkpoint)
-    assert fingerprint(manager.load()) == expected
-
-
-def test_log_probs_that_are_not_numbers_or_not_float32():
-    odd = [math.nan, -math.inf, math.inf, -0.0, 0.1]
-    plain = dataclasses.replace(make_request(1), logprobs=odd)
-    back = RequestCheckpoint.from_dict(plain.to_dict())
-    assert repr(back.logprobs) == "[nan, -inf, inf, -0.0, 0.1]"  # 0.1 has no float32
-    assert plain.to_dict()["logprobs"].dtype == np.float64
-    assert plain.to_dict()["scaled_logprobs"].dtype == np.float32
-
-
-def test_stored_arrays_are_plain_safetensors(tmp_path):
-    """Any reader of the format can open the files; the columns are what they say."""
-    both = [make_request(1), make_request(2, num_tokens=0)]
-    CheckpointManager(tmp_path).save(make_checkpoint(both, make_prefix()))
-    columns = load_file(tmp_path / "requests-000001.safetensors")
-    assert columns["output_ids"].dtype == np.int32
-    assert columns["output_ids"].tolist() == both[0].output_ids
-    assert columns["prompt_ids"].tolist() == both[0].prompt_ids + both[1].prompt_ids
-    assert columns["logprobs"].dtype == np.float32
-    assert columns["logprobs"].tolist() == both[0].logprobs
-    pages = load_file(tmp_path / "prefix-000001.safetensors")
-    assert pages["parents"].tolist() == [-1, 0, -1]
-    assert pages["tokens"].tolist()[1] == [5, 6, 7, 8]
-    assert (pages["layer.1.v"] == make_prefix().pages[1].v).all()
-    records = json.loads((tmp_path / "requests-000001.json").read_bytes())["requests"]
-    assert [record["rid"] for record in records] == [request.rid for request in both]
 
 
 def test_only_settings_that_differ_are_stored():
@@ -211,43 +173,6 @@ def test_only_settings_that_differ_are_stored():
     assert plain.to_dict()["params"] == {"top_p": 0.5, "max_new_tokens": 64}
     with pytest.raises(CheckpointError, match="max_new_tokens must be a number, got None"):
         dataclasses.replace(plain, params=SamplingParams())
-    assert make_request(1).to_dict()["params"]["logit_bias"] == {"17": -1.5, "4": 2.0}
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("compression", [None, "zstd"])
-def test_prefix_cache(tmp_path, dtype, compression):
-    checkpoint = make_checkpoint([make_request(1)], make_prefix(dtype=dtype))
-    manager = CheckpointManager(tmp_path, compression=compression)
-    manager.save(checkpoint)
-    loaded = manager.load()
-    assert fingerprint(loaded) == fingerprint(checkpoint)
-    prefix = loaded.scheduler_state.prefix_cache
-    assert prefix is not None
-    assert not isinstance(prefix.pages[0].k, np.memmap), "a file that is cut off ends the process"
-    # What was loaded stays good, and can be saved again, when its file is gone.
-    manager.save(loaded)
-    assert fingerprint(manager.load()) == fingerprint(loaded) == fingerprint(checkpoint)
-    manager.save(make_checkpoint([]))
-    assert manager.load().scheduler_state.prefix_cache is None
-    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
-    assert fingerprint(loaded) == fingerprint(checkpoint)
-
-
-def test_prefix_cache_with_nothing_in_it(tmp_path):
-    empty = np.empty((0, 2, 4, 8), np.uint16)
-    prefix = PrefixCheckpoint(
-        page_size=4,
-        dtype="bfloat16",
-        kv_shapes=[(2, 8)],
-        nodes=[],
-        pages=[LayerPages(empty, empty)],
-    )
-    manager = CheckpointManager(tmp_path)
-    manager.save(make_checkpoint([], prefix))
-    loaded = manager.load().scheduler_state.prefix_cache
-    assert loaded is not None
-    assert (list(loaded.nodes), loaded.pages[0].v.shape) == ([], (0, 2, 4, 8))
 
 
 # ---------------------------------------------------------------------- requests
@@ -258,6 +183,7 @@ def make_live_request() -> Request:
     return Request(
         rid="a-1",
         group="a",
+        call=4,
         prompt_ids=[4, 5],
         params=RICH_PARAMS,
         seed=9,
@@ -281,9 +207,7 @@ def make_live_request() -> Request:
 
 def test_of_a_request_that_grows_meanwhile():
     live = make_live_request()
-    kept = RequestCheckpoint.of(
-        live, call=4, num_tokens=2, now_s=live.arrival_s + 2.0, status=RUNNING
-    )
+    kept = RequestCheckpoint.of(live, num_tokens=2, now_s=live.arrival_s + 2.0, status=RUNNING)
     live.output_ids.append(10)
     live.finish = FinishReason("length")
     assert (kept.output_ids, kept.token_versions) == ([7, 8], [1, 1])
@@ -291,21 +215,21 @@ def test_of_a_request_that_grows_meanwhile():
     assert (kept.finish, kept.status, kept.call) == (None, RUNNING, 4)
     assert kept.age_s == pytest.approx(2.0)
     assert kept.first_token_s == pytest.approx(0.5)
-    before = RequestCheckpoint.of(live, call=4, num_tokens=0, now_s=0.0, status=WAITING)
+    before = RequestCheckpoint.of(live, num_tokens=0, now_s=0.0, status=WAITING)
     assert (before.output_ids, before.first_token_s, before.age_s) == ([], None, 0.0)
 
 
 def test_a_request_goes_on_after_a_checkpoint():
     live = make_live_request()
     now = live.arrival_s + 2.0
-    kept = RequestCheckpoint.of(live, call=4, num_tokens=3, now_s=now, status=RUNNING)
+    kept = RequestCheckpoint.of(live, num_tokens=3, now_s=now, status=RUNNING)
     back = RequestCheckpoint.from_dict(kept.to_dict()).to_request((1, 2), None, now + 100.0)
     for field in dataclasses.fields(Request):
         ours, theirs = getattr(back, field.name), getattr(live, field.name)
         match field.name:
             case "status":
                 assert ours is WAITING
-            case "pages" | "num_computed" | "arrival":
+            case "pages" | "num_computed" | "arrival" | "call":
                 assert not ours
             case "prompt_key":
                 assert ours == prompt_key([4, 5], "policy")
@@ -327,26 +251,10 @@ def test_a_finished_request_stays_finished():
 def test_every_field_of_a_request_is_kept_or_made_anew():
     """Whoever adds one says which: here, or by a field of `RequestCheckpoint`."""
     fields = {field.name for field in dataclasses.fields(Request)}
-    kept = codecs(RequestCheckpoint).keys()
+    kept = {field.name for field in dataclasses.fields(RequestCheckpoint)}
     assert fields >= FRESH
     assert fields - kept == FRESH - {"call"}  # kept to know which belong together
     assert kept - fields == {"error", "age_s"}
-
-
-@pytest.mark.parametrize(
-    "kind", [EngineCheckpoint, SchedulerCheckpoint, RequestCheckpoint, PrefixCheckpoint]
-)
-def test_every_field_of_a_structure_is_stored(kind):
-    assert list(codecs(kind)) == [field.name for field in dataclasses.fields(kind)]
-
-
-def test_a_field_that_nobody_says_how_to_store_is_refused():
-    @dataclasses.dataclass(frozen=True)
-    class Careless(SchedulerCheckpoint):
-        added: int = 0
-
-    with pytest.raises(TypeError, match=r"Careless\.added is not annotated with its codec"):
-        codecs(Careless)
 
 
 # ---------------------------------------------------------------------- refusals
@@ -358,15 +266,19 @@ def test_a_field_that_nobody_says_how_to_store_is_refused():
         ({"logprobs": [0.0]}, "logprobs must have 5 entries, got 1"),
         ({"token_versions": []}, "token_versions must have 5 entries, got 0"),
         ({"extra_logprobs": []}, "extra_logprobs must have 5 entries, got 0"),
-        ({"prompt_ids": []}, "prompt_ids must hold a token"),
-        ({"prompt_logprobs": PromptLogprobs([None], [None])}, "6 entries and 6 extras"),
-        ({"prompt_logprobs": PromptLogprobs([None] * 6, [None] * 6)}, "None at 1"),
+        ({"prompt_ids": []}, "prompt_ids must not be empty"),
+        ({"prompt_logprobs": PromptLogprobs([None], [None])}, "must have 6 entries, got 1"),
         ({"params": SamplingParams(max_new_tokens=4)}, "5 tokens exceed"),
-        ({"status": FINISHED}, "status 'finished' contradicts"),
-        ({"error": "lost"}, "status 'running' contradicts"),
-        ({"age_s": math.nan}, "age_s must be finite"),
-        ({"call": -1}, r"call must be an integer in \[0"),
-        ({"rid": ""}, "rid must not be empty"),
+        ({"status": FINISHED}, "RequestStatus.FINISHED contradicts"),
+        ({"error": "lost"}, "RequestStatus.RUNNING contradicts"),
+        ({"age_s": math.nan}, "age_s must be float or int, finite and >= 0, got nan"),
+        ({"age_s": "1"}, "age_s must be float or int"),
+        ({"first_token_s": -1.0}, "first_token_s must be float or NoneType or int"),
+        ({"call": -1}, "call must be int, finite and >= 0, got -1"),
+        ({"call": True}, "call must be int"),
+        ({"rid": None}, "rid must be str"),
+        ({"lora": 1}, "lora must be str or NoneType"),
+        ({"rid": ""}, "rid and prompt_ids must not be empty"),
     ],
 )
 def test_requests_that_contradict_themselves(changes, message):
@@ -377,34 +289,18 @@ def test_requests_that_contradict_themselves(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"colour": 1}, "unknown field 'colour'"),
-        ({"rid": None}, "rid must be a string, got None"),
-        ({"call": True}, "call must be an integer"),
-        ({"call": 1.0}, "call must be an integer"),
-        ({"is_streaming": 0}, "is_streaming must be true or false"),
-        ({"status": "asleep"}, "status must be one of waiting, running, finished"),
-        ({"finish": {"type": "stop"}}, "finish lacks matched, message"),
-        ({"finish": {"type": "x", "matched": None, "message": ""}}, "finish.type must be one of"),
-        ({"finish": {"type": "stop", "matched": 1.5, "message": ""}}, "finish.matched must be"),
-        ({"params": []}, "params must be a dict"),
-        ({"params": {"heat": 1}}, "unknown field 'heat'"),
+        ({"colour": 1}, "unexpected keyword argument 'colour'"),
+        ({"status": "asleep"}, "'asleep' is not a valid RequestStatus"),
+        ({"finish": {"kind": "stop"}}, "unexpected keyword argument 'kind'"),
+        ({"params": []}, "must be a mapping"),
+        ({"params": {"heat": 1}}, "heat"),
         ({"params": {"temperature": "hot"}}, "temperature must be a number"),
-        ({"params": {"temperature": 10**400}}, "temperature must be a number"),
         ({"logprob_options": {"top_num": 999}}, "top_logprobs_num must be between"),
-        ({"prompt_ids": [[1]]}, "prompt_ids must hold integers in 1 dim"),
-        ({"prompt_ids": [-1]}, r"prompt_ids must be integers in \[0"),
-        ({"output_ids": [2**31] * 5}, r"output_ids must be integers in \[0"),
-        ({"output_ids": ["1"] * 5}, "output_ids must hold integers"),
-        ({"output_ids": "11111"}, "output_ids must be a list or array"),
-        ({"logprobs": [None] * 5}, "logprobs must hold numbers"),
-        ({"token_versions": [[1, 4]]}, "token_versions must have 5 entries, got 4"),
-        ({"token_versions": [[1, 2, 3]]}, r"token_versions must be \[R, 2\]"),
-        ({"token_versions": [[1, 2**31 - 1]] * 3}, "must have 5 entries, got 6442450941"),
-        ({"extra_values": [[0.0] * 3] * 5}, r"must be \[N, <= 2\]"),
-        ({"extra_values": [[0.0], [0.0, 0.0]]}, "extra_values must hold numbers in 2 dim"),
-        ({"age_s": "1"}, "age_s must be a number"),
-        ({"age_s": 10**400}, "age_s must be finite"),
-        ({"first_token_s": -1.0}, "first_token_s must be finite and >= 0"),
+        ({"prompt_ids": [1]}, "prompt_ids must be an array of int32 in 1 dimensions"),
+        ({"prompt_ids": np.zeros(2, np.int64)}, "prompt_ids must be an array of int32"),
+        ({"output_ids": np.zeros((5, 1), np.int32)}, "output_ids must be an array of int32 in 1"),
+        ({"logprobs": np.zeros(4, np.float32)}, "logprobs must have 5 entries, got 4"),
+        ({"extra_logprobs.values": np.zeros(5, np.float32)}, "float32 in 2 dimensions"),
     ],
 )
 def test_dicts_that_are_no_requests(changes, message):
@@ -413,79 +309,24 @@ def test_dicts_that_are_no_requests(changes, message):
     with pytest.raises(CheckpointError, match=message) as caught:
         RequestCheckpoint.from_dict(fields | changes)
     assert len(str(caught.value)) < 600
-    for name in fields:
-        with pytest.raises(CheckpointError, match=f"lacks {name}"):
-            RequestCheckpoint.from_dict({k: v for k, v in fields.items() if k != name})
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"waiting_queue": ["b", "b"]}, "'b' is in waiting_queue already"),
-        ({"running_queue": ["a", "b"]}, "'b' is in waiting_queue already"),
-        ({"waiting_queue": ["b", "d"]}, "there is no request 'd'"),
-        ({"waiting_queue": []}, r"in no queue: \['b'\]"),
-        ({"waiting_queue": ["a"], "running_queue": ["b"]}, "waiting_queue: 'a' is running"),
-        ({"new_token_ratio": math.inf}, "new_token_ratio must be finite"),
-        ({"waiting_queue": [1]}, "must be a list of strings"),
-        ({"waiting_queue": None}, "must be a list"),
-        ({"requests": {}}, "requests must be a list"),
-    ],
-)
-def test_queues_that_contradict_the_requests(changes, message):
+def test_each_request_is_in_the_queue_of_its_status():
     each = [
         dataclasses.replace(make_request(i, status=status), rid=rid)
         for i, (rid, status) in enumerate((("a", RUNNING), ("b", WAITING), ("c", FINISHED)))
     ]
-    fields = make_checkpoint(each).scheduler_state.to_dict()
-    assert SchedulerCheckpoint.from_dict(fields)
-    with pytest.raises(CheckpointError, match=message):
-        SchedulerCheckpoint.from_dict(fields | changes)
-
-
-def test_a_request_that_is_there_twice():
-    fields = make_checkpoint([make_request(1)]).scheduler_state.to_dict()
+    state = make_checkpoint(each).scheduler_state
+    assert (state.running_queue, state.waiting_queue) == (["a"], ["b"])
+    assert state.finished_req_ids == ["c"]
+    twice = make_checkpoint(each).to_dict()
+    twice["scheduler_state"]["requests"] *= 2
     with pytest.raises(CheckpointError, match="is there twice"):
-        SchedulerCheckpoint.from_dict(fields | {"requests": fields["requests"] * 2})
+        EngineCheckpoint.from_dict(twice)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"parents": [-1, 1, -1]}, r"node 1: its parent must be in \[-1, 0\], got 1"),
-        ({"parents": [-1, 2, -1]}, "node 1: its parent"),
-        ({"parents": [-2, 0, -1]}, "parents must be integers"),
-        ({"parents": [-1, 0, 0]}, "node 2 is there twice"),
-        ({"tokens": [[1, 2, 3]] * 3}, "node 0 must have 4 tokens, got 3"),
-        ({"num_nodes": 2}, "num_nodes must be"),
-        ({"dtype": "int4"}, "dtype must be one of"),
-        ({"dtype": "float32"}, "layer 0 must be uint32"),
-        ({"kv_shapes": [[2, 8]] * 3}, "must have 3 layers, got 2"),
-        ({"kv_shapes": [[2, 4]] * 2}, "layer 0 must be uint16"),
-        ({"kv_shapes": []}, "kv_shapes must be 1 to 65536 pairs"),
-        ({"pages": [1, 2]}, "must be a list of LayerPages"),
-        ({"page_size": 0}, "page_size must be an integer"),  # no engine
-    ],
-)
-def test_prefix_caches_that_are_none(changes, message):
-    fields = make_prefix().to_dict()
-    assert PrefixCheckpoint.from_dict(fields)
-    with pytest.raises(CheckpointError, match=message):
-        PrefixCheckpoint.from_dict(fields | changes)
-
-
-def test_versions_and_metadata():
+def test_versions():
     fields = make_checkpoint([]).to_dict()
-    with pytest.raises(CheckpointError, match=r"version 2, newer than 1"):
-        EngineCheckpoint.from_dict(fields | {"version": 2, "what_it_brings": 1})
-    for version in (0, "1", True, None, 1.0):
-        with pytest.raises(CheckpointError, match="which never was"):
-            EngineCheckpoint.from_dict(fields | {"version": version})
-    assert make_checkpoint([], metadata={"ids": (1, (2,))}).metadata == {"ids": [1, [2]]}
-    deep: Any = 1
-    for _ in range(2000):
-        deep = [deep]
-    refused: list[Any] = [math.inf, np.float32(1), b"", {1: 2}, deep]
-    for bad in [[], {1: 2}, *({"a": each} for each in refused)]:
-        with pytest.raises(CheckpointError, match="metadata"):
-            make_checkpoint([], metadata=bad)
+    for version in (1, 3, 0, "2", True, None, 2.0):
+        with pytest.raises(CheckpointError, match="this engine reads version 2"):
+            EngineCheckpoint.from_dict(fields | {"version": version, "what_it_brings": 1})

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sgljax_engine.runner.programs.forward import DecodeOutput
 
 from sgljax_engine.runner.batches.batch import build_decode_batch, decode_order
+from sgljax_engine.runner.programs.decode import DecodeOutput
 from sgljax_engine.runner.results import PendingDecode
 from sgljax_engine.sampling.logprobs import ExtraLogprobs
 from sgljax_engine.sampling_params import LogprobOptions, SamplingParams

@@ -149,7 +149,7 @@ def one_pass(tables, owners, inputs, weight, layer):
 @jax.jit
 def one_step(active, inputs, weight, layer):
     """Rows, as decode has them."""
-    return row_recur(NET, active, XlaKernels(), by_token=False)(inputs, weight, layer)
+    return row_recur(NET, active, XlaKernels())(inputs, weight, layer)
 
 
 @pytest.mark.slow

@@ -3,41 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
-from sgljax_engine.runner.compile.widths import CANDIDATES
+from jax.sharding import Mesh
 
-from sgljax_engine.attention import registry
-from sgljax_engine.attention.xla import xla_tiles_attention
-from sgljax_engine.builder import parts
-from sgljax_engine.layers import kernels
-from sgljax_engine.runner.compile import compiled
-from tests import inside
+import sgljax_cpu
+from sgljax_engine import Engine, EngineConfig, InvalidConfigError
+from sgljax_engine.builder.backends import engine_backends
+from sgljax_engine.placement.submeshes import place
+from sgljax_engine.preview import preview_engine
 from tests.engine.determinism_cases import (
     ALONE,
     MODEL,
-    Asked,
     Interrupter,
     Way,
-    ask,
-    bits_of,
     differing,
     make_engine,
     requests,
     run,
-    using,
 )
 from tests.engine.exactness_checks import check_bits
-from tests.engine.interrupts import wait_until
-from tests.engine.models import MIXED_HEADS, SHARED_KEYS, spread_weights
+from tests.engine.models import (
+    MIXED_HEADS,
+    SHARED_KEYS,
+    TINY,
+    spread_weights,
+)
+from tests.engine.native_cases import needs_machine_code
 from tests.geometry import WIDE, other, within
-from tests.threads import LIMIT_S, start
 
-NUM_WAYS, NUM_PORTABLE_WAYS = 18, 2
-"""Six of each geometry; one of two of them, since portable code takes long to compile."""
+NUM_WAYS = 18
+"""Six of each geometry."""
 
 REQUESTS = requests(200, MODEL.vocab_size)
 UNCHANGED = [each for each in REQUESTS if not each.params.changes_logits]
@@ -47,14 +46,14 @@ PLAIN = UNCHANGED[:40]
 
 GEOMETRIES = (
     other(
-        "many steps, and pages beside which the rows of decode attention fit",
+        "many steps, and pages for most",
         WIDE,
         num_kv_tokens=4096,
         max_running_requests=16,
         batch_buckets=(16,),
     ),
     other(
-        "pages of one token, little more than the longest request, beside which no rows fit",
+        "pages of one token, little more than the longest request",
         page_size=1,
         num_kv_tokens=300,
         max_running_requests=5,
@@ -96,57 +95,31 @@ WAYS = [draw_way(index) for index in range(NUM_WAYS)]
 
 
 @pytest.fixture(scope="module")
-def backend(request):
-    """JIT-compiled CPU kernels, or what is used where there is none: XLA's, and rows of keys."""
-    with using(request.param) as name:
-        yield name
-
-
-def ways(backend: str, count: int, slow: tuple[int, ...]) -> list[Any]:
-    """A backend with each way; most are of the soak."""
-    tiers = [pytest.mark.slow if i in slow else pytest.mark.soak for i in range(count)]
-    return [pytest.param(backend, index, marks=marks) for index, marks in enumerate(tiers)]
-
-
-NATIVE = pytest.mark.parametrize("backend", ["native"], indirect=True)
-PORTABLE = pytest.mark.parametrize("backend", ["portable"], indirect=True)
-
-
-def asked_of(backend: str) -> list[Asked]:
-    """Requests of all kinds; changed logits are no matter of the backend: one has them."""
-    return REQUESTS if backend == "native" else UNCHANGED
-
-
-@pytest.fixture(scope="module")
-def alone(backend):
+def alone():
     """Each request by itself, one token a dispatch."""
     with make_engine(ALONE) as engine:
-        return run(engine, asked_of(backend), Way({}))
+        return run(engine, REQUESTS, Way({}))
 
 
+@needs_machine_code
 @pytest.mark.parametrize(
-    ("backend", "index"),
-    [*ways("native", NUM_WAYS, slow=(0,)), *ways("portable", NUM_PORTABLE_WAYS, slow=())],
-    indirect=["backend"],
+    "index",
+    [
+        pytest.param(index, marks=pytest.mark.soak if index else pytest.mark.slow)
+        for index in range(NUM_WAYS)
+    ],
 )
-def test_no_bit_differs(backend, alone, index):
+def test_no_bit_differs(alone, index):
     """Requests have their bits however they are batched, chunked, cached and interrupted."""
-    way, asked = WAYS[index], asked_of(backend)
-    assert way.order is not None
-    way = way._replace(order=[i for i in way.order if i < len(asked)])
+    way = WAYS[index]
     with make_engine(way.options) as engine:
-        check_bits(run(engine, asked, way), alone)
-        if backend == "portable":  # Large pools are read in rows, small ones retract.
-            kv_memory = inside.runner(engine).kv_memory
-            assert bool(kv_memory.contiguous_kv) == (index == 0)
-            assert index == 0 or engine.get_internal_state().counters.num_retractions
+        check_bits(run(engine, REQUESTS, way), alone)
         if isinstance(way.interrupt, Interrupter):
             assert len(way.interrupt.counts) >= 3, "of the ways to interrupt"
 
 
 @pytest.mark.soak
-@NATIVE
-@pytest.mark.usefixtures("backend")
+@needs_machine_code
 def test_every_width_from_1_to_64():
     """Requests of 1 to 64 tokens, which end one after the other: each batch has its own width."""
     asked = [
@@ -171,116 +144,107 @@ def test_every_width_from_1_to_64():
 
 
 @pytest.mark.soak
-@NATIVE
+@needs_machine_code
 def test_the_requests_differ(alone):
     """Else they would agree for the wrong reason."""
     assert len({bits.tokens for bits in alone}) > 100
     assert sum(len(bits.tokens) for bits in alone) > 3000
 
 
-@pytest.mark.soak
-@NATIVE
-@pytest.mark.usefixtures("backend")
-def test_a_head_dim_that_rows_do_not_take():
-    """Then attention is portable, and the option must ask for it. Decode reads pages."""
-    model = dataclasses.replace(MODEL, head_dim=20)
-    interrupt = Interrupter(0, spread_weights(model))
-    way = WAYS[2]._replace(order=range(len(PLAIN))[::-1], interrupt=interrupt)
-    asked = {"enable_deterministic_sampling": True}
-    with make_engine(ALONE | asked, model) as engine:
-        expected = run(engine, PLAIN, Way({}))
-        assert inside.runner(engine).kv_memory.contiguous_kv == ()
-    with make_engine({**way.options, **asked}, model) as engine:
-        check_bits(run(engine, PLAIN, way), expected)
-
-
+@needs_machine_code
 @pytest.mark.parametrize(
-    ("backend", "model", "index"),
+    "model",
     [
-        pytest.param("native", MODEL, 1, id="plain"),
-        pytest.param("native", MIXED_HEADS, 1, id="mixed heads", marks=pytest.mark.soak),
-        pytest.param("native", SHARED_KEYS, 1, id="shared keys", marks=pytest.mark.soak),
-        pytest.param("portable", MODEL, 3, id="portable", marks=pytest.mark.soak),
+        pytest.param(MODEL, id="plain"),
+        pytest.param(MIXED_HEADS, id="mixed heads", marks=pytest.mark.soak),
+        pytest.param(SHARED_KEYS, id="shared keys", marks=pytest.mark.soak),
     ],
-    indirect=["backend"],
 )
-def test_a_few_requests(backend, model, index):
-    """Interrupted and retracted, or read in rows; layers with heads of two sizes, shared keys."""
-    interrupt = Interrupter(index, spread_weights(model))
-    way = WAYS[index]._replace(order=range(len(PLAIN))[::-1], interrupt=interrupt)
+def test_a_few_requests(model):
+    """Interrupted and retracted; layers with heads of two sizes, shared keys."""
+    interrupt = Interrupter(1, spread_weights(model))
+    way = WAYS[1]._replace(order=range(len(PLAIN))[::-1], interrupt=interrupt)
     with make_engine(ALONE, model) as engine:
         expected = run(engine, PLAIN, Way({}))
     with make_engine(way.options, model) as engine:
         check_bits(run(engine, PLAIN, way), expected)
-        if backend == "portable":
-            assert inside.runner(engine).kv_memory.contiguous_kv
-        else:
-            assert engine.get_internal_state().counters.num_retractions
+        assert engine.get_internal_state().counters.num_retractions
     assert len({bits.tokens for bits in expected}) > len(PLAIN) // 2
     assert len(interrupt.counts) >= 3, "of the ways to interrupt"
 
 
 @pytest.mark.soak
-@NATIVE
-@pytest.mark.parametrize("is_deterministic", [False, True])
-def test_pages_of_a_checkpoint(alone, tmp_path, is_deterministic):
-    """They may come from an engine that adds up otherwise: they are computed anew."""
-    options = {**WAYS[0].options, "disable_radix_cache": False}
-    expected = [alone[REQUESTS.index(each)] for each in PLAIN]
-    flag = {"enable_deterministic_sampling": is_deterministic}
-    with make_engine({**options, **flag}) as saving:
-        call = start(lambda: ask(saving, PLAIN))
-        wait_until(saving, lambda state: state.counters.num_output_tokens >= 50)
-        saving.pause_generation("in_place")
-        report = saving.save_checkpoint(tmp_path, include_kv=True)
-        saving.continue_generation()
-        call.result(LIMIT_S)
-    assert report.num_bytes > 0
-    with make_engine(options) as engine:
-        restored = [f.result(LIMIT_S) for f in engine.restore_checkpoint(tmp_path).values()]
-        assert len(restored) >= 2
-        if is_deterministic:
-            assert {bits_of(out) for out in restored} <= set(expected)
-        check_bits(run(engine, PLAIN, Way({})), expected)
+def test_the_comparison_finds_what_is_not_deterministic(monkeypatch):
+    """XLA's products, whose order of additions depends on the batch."""
+    monkeypatch.setattr(sgljax_cpu, "unavailable", lambda: "this is a test of what else there is")
+    found = []
+    for options in (ALONE, WAYS[0].options):
+        with make_engine(options) as engine:
+            found.append(run(engine, PLAIN, Way({})))
+    assert len(differing(*found)) > 10
 
 
-@pytest.mark.usefixtures("backend")
-class TestControl:
-    """The comparison finds what is not deterministic."""
+NOT_HERE = "^enable_deterministic_sampling cannot be had here: "
+PRODUCTS = NOT_HERE + "XLA's products add in an order .* linear_backend '{}' is not used, since {}"
+TPU: dict[str, Any] = {"platform": "tpu", "is_own_cpu": False, "packs_weights": False}
+GPU: dict[str, Any] = {**TPU, "platform": "gpu", "compute_capability": "9.0"}
+SERVED = dataclasses.replace(TINY, hidden_size=128, intermediate_size=256, head_dim=128)
+"""Sizes that the kernels of GPUs take."""
 
-    def differing(self, way: Way = WAYS[0], **options: Any) -> int:
-        found = []
-        for each in (Way(ALONE), way):
-            plain = each._replace(order=None, options={**each.options, **options}, interrupt=None)
-            with make_engine(plain.options) as engine:
-                found.append(run(engine, PLAIN, plain))
-        return len(differing(*found))
 
-    @pytest.mark.soak
-    @PORTABLE
-    def test_default_mode(self):
-        assert self.differing(enable_deterministic_sampling=False) > 10
+@pytest.mark.parametrize(
+    ("model", "target", "options", "message"),
+    [
+        pytest.param(
+            *(MODEL, {"num_devices": 2, "packs_weights": False}, {}),
+            PRODUCTS.format("native", "it is for one device, the engine has 2"),
+            id="several CPU devices",
+        ),
+        pytest.param(MODEL, TPU, {}, PRODUCTS.format("native", "it is for CPUs"), id="TPU"),
+        pytest.param(
+            *(MODEL, {**GPU, "compute_capability": "8.0"}, {}),
+            PRODUCTS.format("pallas", "it is 'auto'"),
+            id="another GPU",
+        ),
+        pytest.param(
+            *(MODEL, {**GPU, "num_tensor_shards": 2}, {}),
+            PRODUCTS.format("pallas", "it is for one device, .* over 2"),
+            id="several GPUs",
+        ),
+        pytest.param(
+            *(MODEL, {"packs_weights": False}, {"linear_backend": "xla"}),
+            PRODUCTS.format("native", "it is 'xla'"),
+            id="XLA's products",
+            marks=needs_machine_code,
+        ),
+        pytest.param(
+            *(dataclasses.replace(MODEL, head_dim=12), {}, {}),
+            NOT_HERE + "attention_backend 'native' is not used, since .* head_dim .*, got 12",
+            id="head_dim on a CPU",
+            marks=needs_machine_code,
+        ),
+        pytest.param(
+            *(dataclasses.replace(SERVED, head_dim=80), GPU, {}),
+            NOT_HERE + "attention_backend 'pallas' is not used, since .* head_dim .*, got 80",
+            id="head_dim on a GPU",
+        ),
+    ],
+)
+def test_refusals(model, target, options, message):
+    """Models that one GPU does not take are in `test_gpu_invariant`."""
+    config = EngineConfig.from_options({"enable_deterministic_sampling": True, **options})
+    here = place(model, None, "float32", runtime=config.runtime).whole.target
+    with pytest.raises(InvalidConfigError, match=message):
+        engine_backends(config, model, here._replace(**target))
 
-    @pytest.mark.soak
-    @PORTABLE
-    def test_widths_that_disagree(self, monkeypatch):
-        """One is made to round otherwise, which `agreeing_widths` would find out."""
-        real = kernels.linear
 
-        def linear(x, weight, layout):
-            out = real(x, weight, layout)
-            is_wide = x.shape[layout.token_axis] == CANDIDATES[-1]
-            return out * np.float32(1 + 2**-23) if is_wide else out
-
-        monkeypatch.setattr(kernels, "linear", linear)
-        monkeypatch.setattr(parts, "agreeing_widths", lambda *_: CANDIDATES)
-        # Programs apart from those of equal engines, which do not have the fault.
-        monkeypatch.setattr(compiled, "_jitted", functools.cache(compiled._jitted.__wrapped__))
-        assert self.differing() > 10
-
-    @pytest.mark.soak
-    @PORTABLE
-    def test_attention_in_no_particular_order(self, monkeypatch):
-        """Requests that lose their pages are prefilled as far as they were decoded."""
-        monkeypatch.setattr(registry, "ordered_backend", lambda _: xla_tiles_attention)
-        assert self.differing(WAYS[1]) > 10
+def test_refused_without_jit_compiled_kernels(monkeypatch):
+    """An engine refuses it, and so does the preview of one."""
+    monkeypatch.setattr(sgljax_cpu, "unavailable", lambda: "planted")
+    options: dict[str, Any] = {"enable_deterministic_sampling": True}
+    twice = Mesh(np.array(jax.devices()[:1] * 2), ("tp",))
+    for mesh, why in ((None, "planted"), (twice, "it is for one device, the engine has 2")):
+        with pytest.raises(InvalidConfigError, match=PRODUCTS.format("native", why)):
+            preview_engine(MODEL, mesh=mesh, config=EngineConfig.from_options(options))
+    with pytest.raises(InvalidConfigError, match=PRODUCTS.format("native", "planted")):
+        Engine(model_config=MODEL, **options)

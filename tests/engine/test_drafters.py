@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 
 import numpy as np
-import pytest
 
-from sgljax_engine.speculation.costs import CostTable, StepCosts
 from sgljax_engine.speculation.drafters import End, HistoryDrafter, SiblingDrafter
+from sgljax_engine.speculation.speeds import Speeds
 from sgljax_engine.speculation.texts import MATCHED_TOKENS, RequestText
 
 PROMPT = list(range(20))
@@ -148,38 +147,47 @@ class TestHistory:
         assert len(found) < 3000
 
 
-class TestCosts:
-    COSTS = StepCosts(plain=1.0, widths=(1.0, 1.5, 2.5), tokens=(1, 4, 16))
+class TestSpeeds:
+    """Made-up seconds of a token decide."""
 
-    @pytest.mark.parametrize(
-        ("num_rows", "acceptance", "pays"), [(1, 0.9, True), (1, 0.2, False), (4, 0.5, False)]
-    )
-    def test_may_pay(self, num_rows, acceptance, pays):
-        assert self.COSTS.may_pay(num_rows, acceptance, num_drafts=15) == pays
+    def run(self, speeds: Speeds, seconds: dict[int, float], count: int) -> list[int]:
+        taken = []
+        for _ in range(count):
+            taken.append(speeds.pick())
+            speeds.learn(taken[-1], seconds[taken[-1]])
+        return taken
 
-    def test_learns_what_dispatches_take(self):
-        costs = self.COSTS
-        for _ in range(300):
-            costs = costs.learnt(None, 10, 30.0)
-            costs = costs.learnt((0, 10, 0), 10, 36.0)
-        assert costs.plain == pytest.approx(3.0, rel=0.05)
-        assert costs.widths[1] == pytest.approx(3.6, rel=0.05)
-        once = self.COSTS.learnt(None, 10, 1000.0)
-        assert once.plain < 1.2, "one dispatch that was disturbed"
+    def test_the_fastest_is_taken(self):
+        for times in ((1.0, 0.5, 0.7), (1.0, 2.0, 0.9), (1.0, 3.0, 4.0)):
+            seconds: dict[int, float] = dict(zip((1, 4, 16), times, strict=True))
+            speeds = Speeds((1, 4, 16))
+            taken = self.run(speeds, seconds, 400)
+            assert set(taken) == {1, 4, 16}
+            best = min(seconds, key=lambda size: seconds[size])
+            assert speeds.best == best
+            assert taken.count(best) > 360
+            assert all(speeds.is_trial(size) == (size != best) for size in seconds)
 
-    def test_a_slower_machine_changes_no_order(self):
-        """Though only one program is seen."""
-        costs = self.COSTS
-        for _ in range(300):
-            costs = costs.learnt((0, 10, 0), 10, 30.0)
-        assert costs.plain > 1.3
-        assert costs.plain <= costs.widths[0] <= costs.widths[1] <= costs.widths[2]
+    def test_drafts_must_be_clearly_faster(self):
+        speeds = Speeds((1, 4))
+        self.run(speeds, {1: 1.0, 4: 0.97}, 50)
+        assert speeds.best == 1
 
-    def test_without_measurements_all_steps_cost_the_same(self):
-        table = CostTable(measures=False)
-        assert 4 in table
-        assert table.of_widths(4, 3) == (1.0, 1.0, 1.0)
-        table = CostTable(measures=True)
-        assert 4 not in table
-        table.put(4, self.COSTS)
-        assert table.of_widths(4, 3) == self.COSTS.widths
+    def test_vain_trials_become_rare(self):
+        taken = self.run(Speeds((1, 4)), {1: 1.0, 4: 4.0}, 2000)
+        trials = [index for index, size in enumerate(taken) if size == 4]
+        waits = np.diff(trials[2:])
+        assert (np.diff(waits) >= 0).all()
+        assert waits[0] < 100 < waits[-1] < 300
+
+    def test_what_becomes_fast_is_found(self):
+        speeds = Speeds((1, 4))
+        self.run(speeds, {1: 1.0, 4: 4.0}, 300)
+        self.run(speeds, {1: 1.0, 4: 0.3}, 1200)
+        assert speeds.best == 4
+
+    def test_one_disturbed_dispatch_changes_nothing(self):
+        speeds = Speeds((1, 4))
+        self.run(speeds, {1: 1.0, 4: 0.5}, 60)
+        speeds.learn(4, 1.5)
+        assert speeds.best == 4

@@ -1,4 +1,4 @@
-"""Drafts on the device: searched in texts, and shared out among rows."""
+"""Drafts on the device: searched in texts."""
 
 from __future__ import annotations
 
@@ -14,16 +14,11 @@ from sgljax_engine.runner.programs.drafts import (
     NO_TOKEN,
     TEXT_CHUNK,
     DraftBatch,
-    Match,
-    choose_drafts,
+    Drafts,
     find_drafts,
-    learn,
-    may_pay,
-    read_drafts,
     search_text,
-    verify_widths,
 )
-from sgljax_engine.speculation.plan import RowDrafts
+from sgljax_engine.speculation.plan import RowDrafts, row_tokens
 from sgljax_engine.speculation.texts import MATCHED_TOKENS
 
 NUM_DRAFTS = 7
@@ -79,8 +74,8 @@ def test_search(backend):
         np.testing.assert_array_equal(found, [0, *expected])
 
 
-def batch(*rows: RowDrafts, costs: tuple[float, ...] = (1.0,) * 4) -> DraftBatch:
-    made = build_draft_batch(rows, NUM_ROWS, TextSizes.of(200, grown=64), costs)
+def batch(*rows: RowDrafts) -> DraftBatch:
+    made = build_draft_batch(rows, NUM_ROWS, TextSizes.of(200, grown=64), 1 + NUM_DRAFTS)
     return jax.tree.map(jnp.asarray, made)
 
 
@@ -94,29 +89,27 @@ def row(
     history: tuple[list[int], ...] = (),
     siblings: tuple[list[int], ...] = (),
     drafts_own: bool = True,
-    acceptance: tuple[float, ...] = (0.5, 0.5, 0.5),
-    weight: float = 1.0,
 ) -> RowDrafts:
     def arrays(lists: tuple[list[int], ...]) -> list[np.ndarray]:
         return [np.asarray(each, np.int32) for each in lists]
 
     tokens = np.asarray(own, np.int32)
-    return RowDrafts(arrays(history), arrays(siblings), tokens, drafts_own, acceptance, weight)
+    return RowDrafts(arrays(history), arrays(siblings), tokens, drafts_own)
 
 
 @jax.jit
-def find(rows: DraftBatch, pointers: jax.Array) -> tuple[Match, jax.Array, jax.Array]:
-    match = find_drafts(rows, rows.text, rows.num_text, pointers, search_text)
-    return match, *read_drafts(rows.text, rows.num_text, match, NUM_DRAFTS, vocab_size=100)
+def find(rows: DraftBatch, pointers: jax.Array) -> Drafts:
+    return find_drafts(rows, rows.text, rows.num_text, pointers, search_text, vocab_size=100)
 
 
-def drafted(rows: DraftBatch, pointer: int | None = None) -> tuple[list[list[int]], Match]:
+def drafted(rows: DraftBatch, pointer: int | None = None) -> tuple[list[list[int]], Drafts]:
     """The drafts of each row, and where they are from."""
     size = rows.text.shape[1]
     pointers = jnp.full(NUM_ROWS, size if pointer is None else pointer, jnp.int32)
     used = are_used(rows)
-    match, tokens, counts = jax.tree.map(lambda x: np.asarray(x)[used], find(rows, pointers))
-    return [t[:n] for t, n in zip(tokens.tolist(), counts.tolist(), strict=True)], match
+    found = jax.tree.map(lambda x: np.asarray(x)[used], find(rows, pointers))
+    pairs = zip(found.tokens.tolist(), found.counts.tolist(), strict=True)
+    return [tokens[:count] for tokens, count in pairs], found
 
 
 class TestFind:
@@ -125,7 +118,6 @@ class TestFind:
         drafts, match = drafted(rows)
         assert drafts == [[6, 7]]
         assert match.source.tolist() == [0]
-        assert match.kind.tolist() == [1]
 
     def test_of_equal_matches_the_newest_history_counts(self):
         own = [5, 1, 2, 7, 1, 2]
@@ -138,18 +130,12 @@ class TestFind:
         assert [each[0] for each in drafts] == [4, 6, 7]
         assert match.source.tolist() == [0, 1, 2]
 
-    def test_a_long_match_is_of_another_kind(self):
-        rows = batch(row([1, 2, 3, 4], history=([1, 2, 3, 4, 5],)), row([4], history=([4, 5],)))
-        assert drafted(rows)[1].kind.tolist() == [2, 1]
-
     def test_what_repeats_goes_on(self):
         rows = batch(row([9, 1, 2, 3, 1, 2, 3]), row([4, 4]))
         assert drafted(rows)[0] == [[1, 2, 3, 1, 2, 3, 1], [4] * NUM_DRAFTS]
 
     def test_own_tokens_may_be_left_out(self):
-        drafts, match = drafted(batch(row([1, 2, 1], drafts_own=False)))
-        assert drafts == [[]]
-        assert not match.exists.any()
+        assert drafted(batch(row([1, 2, 1], drafts_own=False)))[0] == [[]]
 
     def test_sequences_do_not_run_into_each_other(self):
         rows = batch(row([7, 1], history=([3, 1], [2, 5]), siblings=([6, 1],)))
@@ -162,114 +148,32 @@ class TestFind:
         """It was 9 and not 3."""
         rows = batch(row([1, 2, 9], history=([1, 2, 3, 4, 5],)))
         assert drafted(rows)[0] == [[]]
-        drafts, match = drafted(rows, pointer=MATCHED_TOKENS + 3)
-        assert drafts == [[4, 5]]
-        assert match.kind.tolist() == [0]
+        assert drafted(rows, pointer=MATCHED_TOKENS + 3)[0] == [[4, 5]]
 
     def test_a_better_match_counts_more_than_going_on(self):
         rows = batch(row([1, 2, 9], history=([1, 2, 3, 4, 5], [2, 9, 8])))
         assert drafted(rows, pointer=MATCHED_TOKENS + 3)[0] == [[8]]
 
 
-choose = jax.jit(choose_drafts)
-
-
-def chosen(rows: DraftBatch, widths: tuple[int, ...], available: list[int] | int = NUM_DRAFTS):
-    """Width and number of drafts of each row, all of the longest matches."""
-    active = are_used(rows)
-    numbers = np.zeros(NUM_ROWS, np.int32)
-    match = Match(numbers == 0, numbers, numbers + 2, numbers)  # type: ignore[arg-type]
-    tokens, has = np.zeros((NUM_ROWS, NUM_DRAFTS), np.int32), numbers.copy()
-    has[active] = available
-    drafts = choose(rows, match, tokens, has, active, np.asarray(widths, np.int32))
-    counts = np.asarray(drafts.counts)[active].tolist()
-    assert sum(counts) + sum(active) <= widths[drafts.width]
-    return int(drafts.width), counts
-
-
-class TestChoose:
-    def test_the_width_with_the_most_tokens_a_second(self):
-        sure, unsure = (0.0, 0.0, 0.95), (0.0, 0.0, 0.1)
-        for acceptance, costs, width in (
-            (sure, (1.0, 1.1, 1.3, 1.6), 3),
-            (sure, (1.0, 1.1, 1.3, 9.0), 2),
-            (unsure, (1.0, 1.05, 1.3, 1.6), 1),
-            (unsure, (1.0, 1.2, 1.3, 1.6), 0),
-        ):
-            rows = batch(row([1], acceptance=acceptance), costs=costs)
-            assert chosen(rows, (1, 2, 4, 8))[0] == width
-
-    def test_likelier_rows_get_more(self):
-        rows = [row([1], acceptance=(0, 0, share)) for share in (0.9, 0.7, 0.0)]
-        width, counts = chosen(batch(*rows, costs=(1.0, 1.0)), (3, 8))
-        assert (width, counts) == (1, [4, 1, 0])
-
-    def test_rows_of_more_weight_get_more(self):
-        rows = [row([1], weight=weight) for weight in (1.0, 2.0)]
-        assert chosen(batch(*rows, costs=(1.0, 1.0)), (2, 7))[1] == [2, 3]
-
-    def test_no_more_than_there_are(self):
-        rows = batch(row([1]), row([1]), costs=(1.0, 1.0))
-        assert chosen(rows, (2, 16), [3, 2])[1] == [3, 2]
-
-    def test_equal_rows_fill_the_width(self):
-        rows = batch(*[row([1]) for _ in range(3)], costs=(1.0, 1.0))
-        assert chosen(rows, (3, 8))[1] == [2, 2, 1]
-
-    def test_widths(self):
-        assert verify_widths(1, 15, 64) == (1, 4, 8, 16)
-        assert verify_widths(8, 15, 64) == (8, 16, 32, 64)
-        assert verify_widths(8, 2, 64) == (8, 24)
-        assert verify_widths(32, 15, 64) == (32, 64)
-        assert verify_widths(33, 15, 64) == (33,)
-
-    @pytest.mark.parametrize(("acceptance", "pays"), [(0.9, True), (0.1, False)])
-    def test_may_pay(self, acceptance, pays):
-        rows = batch(row([1], acceptance=(0.0, acceptance, 0.0)), costs=(1.0, 1.5))
-        found = jax.jit(may_pay, static_argnums=(2, 3))(rows, are_used(rows), (1, 8), NUM_DRAFTS)
-        assert bool(found) == pays
-
-
-learn_step = jax.jit(learn)
-
-
-class TestLearn:
-    def after(
-        self, num_right: int, counts: int, steps: int = 1, exists: bool = True
-    ) -> list[float]:
-        numbers = jnp.zeros(NUM_ROWS, jnp.int32)
-        match = Match(numbers == 0 if exists else numbers > 0, numbers, numbers + 2, numbers)
-        rows = batch(row([1], acceptance=(0.4, 0.4, 0.4)), costs=(1.0, 1.0))
-        tokens, active = jnp.zeros((NUM_ROWS, NUM_DRAFTS), jnp.int32), jnp.asarray(are_used(rows))
-        widths = jnp.asarray([1, 8], jnp.int32)
-        drafts = choose(rows, match, tokens, numbers + counts, active, widths)
-        acceptance, right, stopped = rows.acceptance, numbers + num_right, numbers > 0
-        for _ in range(steps):
-            acceptance = learn_step(acceptance, drafts, right, active, stopped)
-        return acceptance[0].tolist()
-
-    def test_right_drafts_raise_their_kind(self):
-        found = self.after(num_right=3, counts=3)
-        assert found[2] == pytest.approx(1 - 0.6 * 0.75**3)
-        assert max(found[:2]) < 0.4, "kinds that were searched for in vain"
-
-    def test_the_first_wrong_one_is_the_last_that_counts(self):
-        assert self.after(num_right=1, counts=5)[2] == pytest.approx((1 - 0.6 * 0.75) * 0.75)
-
-    def test_searches_in_vain_lower_all(self):
-        assert max(self.after(num_right=0, counts=0, steps=64, exists=False)) < 0.1
-
-    def test_what_is_not_tried_becomes_worth_a_try(self):
-        found = self.after(num_right=0, counts=0, steps=2000)
-        assert found[2] > 0.6
-        assert found[0] < 0.1
+@pytest.mark.parametrize(
+    ("num_rows", "num_drafts", "sizes"),
+    [
+        (1, 15, (1, 4, 16)),
+        (8, 15, (1, 2, 8)),
+        (8, 2, (1, 3)),
+        (32, 15, (1, 2)),
+        (33, 15, (1,)),
+    ],
+)
+def test_tokens_of_a_row_in_a_step(num_rows, num_drafts, sizes):
+    assert row_tokens(num_rows, num_drafts, max_tokens=64) == sizes
 
 
 def test_references_that_do_not_fit_are_cut():
     """The newest ones are taken first; siblings and history share the room."""
     sizes = TextSizes(references=20, own=4, grown=8)
     many = tuple([10 * i + j for j in range(6)] for i in range(5))
-    made = build_draft_batch([row([1, 2, 3, 4, 5, 6], many, many)], 2, sizes, (1.0,))
+    made = build_draft_batch([row([1, 2, 3, 4, 5, 6], many, many)], 2, sizes, 4)
     tokens = np.asarray(made.text)[0].tolist()
     assert len(tokens) == sizes.total
     assert tokens[:MATCHED_TOKENS] == [NO_TOKEN] * MATCHED_TOKENS

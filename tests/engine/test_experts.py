@@ -12,21 +12,17 @@ import pytest
 
 from sgljax_cpu.chain import unavailable
 from sgljax_cpu.panels import Panels, pack
-from sgljax_engine.layers.basic import Layout
-from sgljax_engine.layers.experts import Experts, MixOptions, Routing, mix, route, shards_width
-from sgljax_engine.layers.kernels import CpuKernels, Options, XlaKernels
+from sgljax_engine.layers.experts import Experts, Routing, mix, route, shards_width
+from sgljax_engine.layers.kernels import CpuKernels, Kernels, XlaKernels
 from sgljax_engine.layers.ragged import block_size
 from tests.engine.paged_cases import spread
 from tests.tiers import tiered
 
-WAYS = {
-    "ragged_dot": (XlaKernels(), Layout.TOKENS_FIRST, False),
-    "blocks": (XlaKernels(), Layout.FEATURES_FIRST, False),
-    "equal_blocks": (XlaKernels(), Layout.FEATURES_FIRST, True),
-    "equal_blocks_tokens_first": (XlaKernels(), Layout.TOKENS_FIRST, True),
-    "kernels": (CpuKernels(), Layout.PANELS, False),
+WAYS: dict[str, Kernels] = {
+    "ragged_dot": XlaKernels(has_ragged_dot=True),
+    "blocks": XlaKernels(),
+    "kernels": CpuKernels(),
 }
-"""Kernels, layout, and whether results must be batch-invariant."""
 FAST = ("kernels",)
 
 NUM_DRAWS = 200
@@ -77,21 +73,16 @@ def expected_mix(x, routing, experts, is_used):
 
 @functools.cache
 def mix_of(way: str):
-    kernels, layout, is_invariant = WAYS[way]
     if way == "kernels" and unavailable() is not None:
         pytest.skip(f"no JIT-compiled CPU kernels here: {unavailable()}")
-    options = MixOptions(kernels, jax.nn.silu, Options(layout, is_invariant))
-    return jax.jit(functools.partial(mix, options=options)), layout
+    return jax.jit(functools.partial(mix, kernels=WAYS[way], activation=jax.nn.silu))
 
 
-def placed(experts: Any, layout: Layout) -> Any:
-    if layout is Layout.TOKENS_FIRST:
+def placed(experts: Any, way: str) -> Any:
+    if way != "kernels":
         return experts
-    if layout is Layout.PANELS:
-        packed: Any = [Panels(pack(jnp.asarray(w)), w.shape[-1]) for w in experts]
-        return Experts(*packed)
-    swapped: Any = [np.ascontiguousarray(w.swapaxes(1, 2)) for w in experts]
-    return Experts(*swapped)
+    packed: Any = [Panels(pack(jnp.asarray(w)), w.shape[-1]) for w in experts]
+    return Experts(*packed)
 
 
 def draw(shape: Shape, rng: np.random.Generator, kind: int):
@@ -121,8 +112,8 @@ def test_random_choices_against_a_loop(shape, way):
     """200 of each shape."""
     rng = np.random.default_rng(1)
     experts = weights_of(shape)
-    run, layout = mix_of(way)
-    stored = placed(experts, layout)
+    run = mix_of(way)
+    stored = placed(experts, way)
     num_none = 0
     for index in range(NUM_DRAWS):
         x, routing, is_used = draw(shape, rng, kind=index % 4)
@@ -137,14 +128,12 @@ def test_random_choices_against_a_loop(shape, way):
     np.testing.assert_allclose(got, expected_mix(x, routing, experts, everywhere), atol=3e-6)
 
 
-@pytest.mark.parametrize(
-    "way", tiered(["equal_blocks", "equal_blocks_tokens_first", "kernels"], FAST)
-)
-def test_a_tokens_bits_do_not_depend_on_the_others(way):
+def test_a_tokens_bits_do_not_depend_on_the_others():
+    """With kernels that are batch-invariant."""
     shape = Shape(num_tokens=64, num_experts=6, num_chosen=2, model_dim=96, width=40)
     rng = np.random.default_rng(2)
-    run, layout = mix_of(way)
-    stored = placed(weights_of(shape), layout)
+    run = mix_of("kernels")
+    stored = placed(weights_of(shape), "kernels")
     x, routing, _ = draw(shape, rng, kind=0)
     alone = np.asarray(run(x, routing, stored, np.ones(64, bool)))
     for crowded in (True, False):
@@ -163,12 +152,12 @@ def test_unused_tokens_do_no_harm(way):
     shape = SHAPES[0]
     rng = np.random.default_rng(3)
     experts = weights_of(shape)
-    run, layout = mix_of(way)
+    run = mix_of(way)
     x, routing, _ = draw(shape, rng, kind=0)
     is_used = np.arange(shape.num_tokens) < 4
-    wanted = np.asarray(run(x, routing, placed(experts, layout), is_used))
+    wanted = np.asarray(run(x, routing, placed(experts, way), is_used))
     x[4:] = np.nan
-    got = np.asarray(run(x, routing, placed(experts, layout), is_used))
+    got = np.asarray(run(x, routing, placed(experts, way), is_used))
     np.testing.assert_array_equal(got, wanted)
     assert (got[4:] == 0).all()
 
@@ -176,9 +165,9 @@ def test_unused_tokens_do_no_harm(way):
 def test_no_copy_of_an_experts_weights():
     """The kernels read them in place; XLA's loop slices out one at a time, and only in its loop."""
     shape = Shape(num_tokens=4, num_experts=16, num_chosen=2, model_dim=64, width=32)
-    run, layout = mix_of("kernels")
+    run = mix_of("kernels")
     x, routing, is_used = draw(shape, np.random.default_rng(4), kind=0)
-    compiled = run.lower(x, routing, placed(weights_of(shape), layout), is_used).compile()
+    compiled = run.lower(x, routing, placed(weights_of(shape), "kernels"), is_used).compile()
     text = compiled.as_text() or ""
     for wide in ("f32[16,2,64,16]", "f32[16,4,32,16]"):
         made = [line for line in text.splitlines() if f"= {wide}" in line]
@@ -194,8 +183,8 @@ def test_the_time_follows_the_experts_that_are_hit():
     x, routing, is_used = draw(shape, np.random.default_rng(5), kind=0)
     flops = {}
     for way in ("blocks", "ragged_dot"):
-        run, layout = mix_of(way)
-        arguments = (x, routing, placed(weights_of(shape), layout), is_used)
+        run = mix_of(way)
+        arguments = (x, routing, placed(weights_of(shape), way), is_used)
         cost: Any = run.lower(*arguments).compile().cost_analysis()
         flops[way] = cost["flops"] / (2 * 3 * 64 * 32)  # in tokens through one expert
     assert flops["blocks"] < 4  # XLA counts one turn of a loop

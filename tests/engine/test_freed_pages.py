@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sgljax_engine.attention.batch_invariant import ordered_backend
 
-from sgljax_engine.attention.base import AttentionOptions
-from sgljax_engine.attention.cpu import native_attention
+import sgljax_cpu
+from sgljax_engine.attention.base import Attention, AttentionOptions
+from sgljax_engine.attention.cpu import NativeAttention
 from sgljax_engine.attention.pallas import PallasAttention
-from sgljax_engine.attention.registry import PORTABLE
 from sgljax_engine.attention.tpu import TpuAttention
+from sgljax_engine.attention.xla import XlaAttention
 from sgljax_engine.cache.kv_pages import LayerKV
-from tests.engine.native_cases import needs_machine_code
 from tests.engine.paged_cases import RaggedCase, case_of
 from tests.tiers import tiered
 
@@ -25,15 +24,15 @@ CASES = {
     "prefill": (16, AttentionOptions(scale=0.5, sliding_window=70, logit_softcap=2.0)),
 }
 """Queries of a block, and options."""
-BACKENDS: dict[str, Any] = {
-    **PORTABLE,
-    "ordered": ordered_backend("cpu"),
-    "ordered-accelerator": ordered_backend("gpu"),
+BACKENDS: dict[str, Attention] = {
+    "native": NativeAttention(),
+    "xla": XlaAttention(),
     "pallas": PallasAttention(interpret=True),
-    "tpu": TpuAttention(interpret=True).attend,
+    "tpu": TpuAttention(interpret=True),
 }
-PAIRS = [(backend, case) for backend in BACKENDS for case in CASES]
-SLOW = [(backend, [*CASES][index % 2]) for index, backend in enumerate(BACKENDS)]
+PAIRS = [*itertools.product(BACKENDS, CASES)]
+FAST = [("native", "decode"), ("native", "prefill"), ("xla", "prefill")]
+SLOW = [("xla", "decode"), ("pallas", "prefill"), ("tpu", "decode")]
 
 
 def case_without(name: str, head_dim: int) -> tuple[RaggedCase, AttentionOptions]:
@@ -56,15 +55,10 @@ def case_without(name: str, head_dim: int) -> tuple[RaggedCase, AttentionOptions
     return case._replace(layer=layer, tables=tables), options
 
 
-@pytest.mark.parametrize("pair", tiered(PAIRS, (), SLOW), ids="-".join)
+@pytest.mark.parametrize("pair", tiered(PAIRS, FAST, SLOW), ids="-".join)
 def test_reading(pair):
     backend, name = pair
+    if backend == "native" and sgljax_cpu.unavailable() is not None:
+        pytest.skip(f"no JIT-compiled CPU kernels here: {sgljax_cpu.unavailable()}")
     case, options = case_without(name, head_dim=128 if backend == "tpu" else 16)
-    case.check(case.run(BACKENDS[backend], options), options, atol=2e-5)
-
-
-@needs_machine_code
-@pytest.mark.parametrize("name", CASES)
-def test_jit_compiled_kernels(name):
-    case, options = case_without(name, head_dim=16)
-    case.check(case.run(native_attention, options), options, atol=2e-5)
+    case.check(case.run(BACKENDS[backend].attend, options), options, atol=2e-5)

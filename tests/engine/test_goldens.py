@@ -11,10 +11,9 @@ import pytest
 
 import sgljax_cpu
 from sgljax_engine import Engine
-from sgljax_engine.layers.basic import Layout
+from sgljax_engine.attention.xla import XlaAttention
 from sgljax_engine.layers.kernels import XlaKernels
 from sgljax_engine.models.registry import MODELS
-from sgljax_engine.placement import submeshes
 from tests import inside
 from tests.engine.exactness_checks import check_golden, check_golden_scores
 from tests.geometry import SMALL
@@ -34,6 +33,13 @@ FOLDERS = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
 
 PLAIN = [name for name in FOLDERS if not name.startswith(("qwen3_next", "qwen3_5"))]
 """Without recurrent states; `test_hybrid.py` checks the others."""
+
+PORTABLE = (
+    *("qwen2_bias_untied", "gemma2_window", "gemma4_shared_keys"),
+    *("gemma4_multimodal_keys_as_values", "qwen3_moe_odd_sharded"),
+    *("qwen3_5_equal_heads", "qwen3_next_tied"),
+)
+"""One for each mechanism of XLA's code: biases, windows and caps, keys, experts, states."""
 
 
 @pytest.fixture(scope="module", params=tiered(PLAIN, FAST, SLOW))
@@ -65,28 +71,21 @@ def strict_ranks(name):
 
 
 @pytest.mark.usefixtures("strict_ranks")
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        pytest.param("qwen2_bias_untied", Layout.TOKENS_FIRST, marks=pytest.mark.slow),
-        pytest.param("qwen2_bias_untied", Layout.FEATURES_FIRST, marks=pytest.mark.soak),
-        pytest.param("gemma2_window", Layout.TOKENS_FIRST, marks=pytest.mark.soak),
-        pytest.param("gemma4_shared_keys", Layout.FEATURES_FIRST, marks=pytest.mark.soak),
-        pytest.param("qwen3_moe_odd_sharded", Layout.TOKENS_FIRST, marks=pytest.mark.soak),
-        pytest.param("qwen3_5_equal_heads", Layout.TOKENS_FIRST, marks=pytest.mark.soak),
-        pytest.param("qwen3_next_tied", Layout.FEATURES_FIRST, marks=pytest.mark.soak),
-    ],
-)
-def test_without_jit_compiled_kernels(name, layout, monkeypatch):
-    """XLA's products, rows copied out of pages, and the layout of TPUs and GPUs too."""
+@pytest.mark.parametrize("drafts", tiered(["off", "always"], [], ["off"]))
+@pytest.mark.parametrize("name", tiered(PORTABLE, [], ["qwen2_bias_untied"]))
+def test_without_jit_compiled_kernels(name, drafts, monkeypatch):
+    """XLA's products and attention, as on accelerators; with drafts that are right, too."""
     monkeypatch.setattr(sgljax_cpu, "unavailable", lambda: "this is a test of what else there is")
-    monkeypatch.setattr(submeshes, "default_layout", lambda platform: layout)
     golden = np.load(GOLDEN / name / "golden.npz")
-    with Engine(GOLDEN / name, dtype="float32", **SMALL) as engine:
-        context = inside.runner(engine)._static.context
-        assert isinstance(context.kernels, XlaKernels)
-        assert context.layout is layout
+    with Engine(GOLDEN / name, dtype="float32", speculation=drafts, **SMALL) as engine:
+        static = inside.runner(engine)._static
+        assert isinstance(static.context.kernels, XlaKernels)
+        assert isinstance(static.attention, XlaAttention)
         check_golden(engine, golden)
+        if drafts == "always":
+            check_golden(engine, golden)
+            assert engine.get_internal_state().counters.num_accepted_history > 100
+        check_golden_scores(engine, golden)
 
 
 def test_score_matches_logits(model):

@@ -15,10 +15,9 @@ from sgljax_engine.kernels.gpu.ragged_linear import (
     make_row_tiles,
     ragged_linear,
 )
-from sgljax_engine.layers.basic import Layout
-from sgljax_engine.layers.experts import Experts, MixOptions, mix, route
+from sgljax_engine.layers.experts import Experts, mix, route
 from sgljax_engine.layers.fused import FusedProducts
-from sgljax_engine.layers.kernels import Options, XlaKernels
+from sgljax_engine.layers.kernels import XlaKernels
 from tests.engine.test_pallas_attention import lowering_for_a_gpu, needs_gpu
 
 QUICK_COMPILE = "interpreted kernels of GPUs, which no user compiles for CPUs"
@@ -84,30 +83,25 @@ def test_tiles_follow_the_tokens_of_an_expert():
     assert rows(65536, single) == 32
 
 
-def mixed(fused: FusedProducts | None, dtype: jnp.dtype, *, is_batch_invariant: bool) -> jax.Array:
-    rng = np.random.default_rng(1)
-
-    def draw(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.normal(size=shape) / 4, dtype)
-
-    experts = Experts(draw(8, 64, 32), draw(8, 64, 32), draw(8, 32, 64))
-    options = MixOptions(
-        XlaKernels(fused=fused), jax.nn.silu, Options(Layout.TOKENS_FIRST, is_batch_invariant)
-    )
-    routing = route(draw(20, 8).astype(jnp.float32), 2, is_normalized=True)
-    is_used = jnp.arange(20) < 17
-    return jax.jit(functools.partial(mix, options=options))(draw(20, 64), routing, experts, is_used)
-
-
 @pytest.mark.slow
 def test_a_layer_of_experts():
     """The bits of XLA's products up to rounding; zeros for unused tokens."""
-    dtype = jnp.dtype(jnp.float32)
-    ours = mixed(FusedProducts(interpret=True), dtype, is_batch_invariant=False)
-    np.testing.assert_allclose(ours, mixed(None, dtype, is_batch_invariant=False), atol=1e-6)
+    rng = np.random.default_rng(1)
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.float32(rng.normal(size=shape) / 4)
+
+    experts = Experts(draw(8, 64, 32), draw(8, 64, 32), draw(8, 32, 64))
+    routing, x = route(draw(20, 8), 2, is_normalized=True), draw(20, 64)
+    is_used = jnp.arange(20) < 17
+
+    def mixed(fused: FusedProducts | None) -> jax.Array:
+        how = {"kernels": XlaKernels(fused=fused), "activation": jax.nn.silu}
+        return jax.jit(functools.partial(mix, **how))(x, routing, experts, is_used)
+
+    ours = mixed(FusedProducts(interpret=True))
+    np.testing.assert_allclose(ours, mixed(None), atol=1e-6)
     np.testing.assert_array_equal(ours[17:], 0)
-    ordered = mixed(FusedProducts(interpret=True), dtype, is_batch_invariant=True)
-    np.testing.assert_array_equal(ordered, mixed(None, dtype, is_batch_invariant=True))
 
 
 def test_lowers_for_cuda():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -11,24 +12,26 @@ import numpy as np
 import pytest
 
 from sgljax_engine import InvalidConfigError
-from sgljax_engine.attention.base import AttentionOptions, BlockTables, Projections, Prologue
+from sgljax_engine.attention.base import AttentionOptions, BlockTables
 from sgljax_engine.attention.pallas import PallasAttention
 from sgljax_engine.builder.group import build_shapes
-from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.kernels.gpu import invariant
-from sgljax_engine.kernels.gpu.invariant import linear, rms_norm, unembed
+from sgljax_engine.kernels.gpu.decode_attention import HeadNorms
+from sgljax_engine.kernels.gpu.invariant import Slots, linear, prepare_heads, rms_norm, unembed
 from sgljax_engine.kernels.gpu.linear import gated, linear_add, linears
 from sgljax_engine.kernels.gpu.paged_attention import invariant_tiling
 from sgljax_engine.layers import fused
 from sgljax_engine.layers import invariant as layers
 from sgljax_engine.layers.rope import rope_tables, rope_timescales
+from sgljax_engine.models.spec import ModelContext
 from sgljax_engine.runner.batches.page_ids import NO_SLOT
+from sgljax_engine.runner.compile import compiled
 from tests import inside
 from tests.engine.determinism_cases import ALONE, MODEL, Way, make_engine, requests, run, using
 from tests.engine.exactness_checks import check_bits
-from tests.engine.gpu_interpreted import INVARIANT, OPTIONS, use_gpu_kernels
-from tests.engine.models import MIXED_HEADS, TINY_MOE
+from tests.engine.gpu_interpreted import INVARIANT, OPTIONS, PLAIN, use_gpu_kernels
+from tests.engine.models import HYBRID, MIXED_HEADS, TINY_MOE
 from tests.engine.paged_cases import OPTIONS as ATTENTION_OPTIONS
 from tests.engine.paged_cases import case_of, needs_gpu, spread
 from tests.geometry import CHUNKED, RETRACTING, SMALL
@@ -95,16 +98,14 @@ def test_products_and_norms(dtype):
     spread([(4, 2), (20, 3)], [True, False], [jnp.float32, jnp.bfloat16], road="other"),
 )
 def test_heads(heads, has_norms, dtype):
-    """Norms and rotary embedding; with pages, what has a slot is written and nothing else."""
+    """Norms and rotary embedding; what has a slot is written and nothing else."""
     rng, head_dim, page_size = np.random.default_rng(0), 32, 4
     shapes = [(5, count, head_dim) for count in (heads[0], heads[1], heads[1])]
     q, k, v = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
     positions = jnp.asarray(rng.integers(0, 1000, 5), jnp.int32)
     sin, cos = rope_tables(positions, rope_timescales(head_dim, 1e4))
     weights = [jnp.float32(1 + 0.1 * rng.normal(size=head_dim)) for _ in "qk"]
-    prologue = Prologue(sin, cos)
-    if has_norms:
-        prologue = Prologue(sin, cos, weights[0], weights[1], 1e-6)
+    norms = HeadNorms(weights[0], weights[1], 1e-6, 0.0) if has_norms else None
 
     def prepared(x: jax.Array, weight: jax.Array) -> np.ndarray:
         x64, s, c = exact(x), exact(sin), exact(cos)
@@ -114,23 +115,24 @@ def test_heads(heads, has_norms, dtype):
         a, b = np.split(x64, 2, axis=-1)
         return np.concatenate([a * c - b * s, b * c + a * s], axis=-1)
 
-    new, atol = Projections(q, k, v, prologue), TOLERANCES[dtype]
-    new_q, (new_k, new_v) = INVARIANT.prepare(new, None, None)
-    np.testing.assert_allclose(exact(new_q), prepared(q, weights[0]), atol=atol)
-    np.testing.assert_allclose(exact(new_k), prepared(k, weights[1]), atol=atol)
-    np.testing.assert_array_equal(exact(new_v), exact(v))
-
     pool = jnp.asarray(rng.normal(size=(3, heads[1], page_size, head_dim)), dtype)
-    layer = LayerKV(pool, pool + 1)
     slots = jnp.array([7, NO_SLOT, 0, -3, 9], jnp.int32)
-    again, found = jax.jit(lambda layer: INVARIANT.prepare(new, layer, slots))(layer)
-    np.testing.assert_array_equal(exact(again), exact(new_q))
-    for pages, before, wanted in zip(found, layer, (new_k, new_v), strict=True):
+
+    @jax.jit
+    def prepare(pool):
+        into, rope = Slots(pool, pool + 1, slots), (sin[:, 0], cos[:, 0])
+        return prepare_heads(q, k, v, rope, norms, into, interpret=True)
+
+    new_q, found = prepare(pool)
+    atol = TOLERANCES[dtype]
+    np.testing.assert_allclose(exact(new_q), prepared(q, weights[0]), atol=atol)
+    wanted = (pool, prepared(k, weights[1]), atol), (pool + 1, exact(v), 0)
+    for pages, (before, new, atol) in zip(found, wanted, strict=True):
         expected = np.array(exact(before))
         for token in (0, 2, 4):
             page, place = divmod(int(slots[token]), page_size)
-            expected[page, :, place] = exact(wanted)[token]
-        np.testing.assert_array_equal(exact(pages), expected)
+            expected[page, :, place] = new[token]
+        np.testing.assert_allclose(exact(pages), expected, atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -153,12 +155,12 @@ def check_attention(attention, shape, options, dtype, monkeypatch) -> None:
     case, wanted = case_of(shape, dtype), ATTENTION_OPTIONS[options]
     width = case.tables.page_table.shape[1]
     assert invariant_tiling(case.queries.shape, case.layer.k, width).splits >= 2
-    out = case.run(attention, wanted)
+    out = case.run(attention.attend, wanted)
     case.check(out, wanted, atol=TOLERANCES[dtype])
 
     @jax.jit
     def attend(query, tables):
-        return attention(query, case.layer, tables, wanted)
+        return attention.attend(query, case.layer, tables, wanted)
 
     for row, query in ((0, 0), (1, shape[3] - 1), (3, 0), (3, 2)):
         position = case.tables.positions[row, query]
@@ -168,7 +170,7 @@ def check_attention(attention, shape, options, dtype, monkeypatch) -> None:
         found = attend(jnp.asarray(case.queries[row, query], dtype)[None, None], alone)
         np.testing.assert_array_equal(np.asarray(found[0, 0], np.float32), out[row, query])
     monkeypatch.setattr(f"{module}._MAX_SPLIT_BYTES", 1)  # one block after another
-    np.testing.assert_array_equal(case.run(attention, wanted), out)
+    np.testing.assert_array_equal(case.run(attention.attend, wanted), out)
 
 
 @pytest.mark.gpu
@@ -190,37 +192,44 @@ class TestOnHardware:
 def test_attention_of_others_is_not_invariant(monkeypatch):
     """The comparison finds what depends on the batch: there, splits follow from it."""
     case, options = case_of((16, 4, 2, 1, 64)), AttentionOptions(scale=0.2)
-    backends = PallasAttention(interpret=True), INVARIANT
-    few = [case.run(backend, options) for backend in backends]
+    backends = PLAIN, INVARIANT
+    few = [case.run(backend.attend, options) for backend in backends]
     # As if there were many more blocks than it takes long to interpret.
     monkeypatch.setattr("sgljax_engine.kernels.gpu.paged_attention._TARGET_PROGRAMS", 1)
-    many = [case.run(backend, options) for backend in backends]
+    many = [case.run(backend.attend, options) for backend in backends]
     assert (few[0] != many[0]).any()
     np.testing.assert_array_equal(few[1], many[1])
 
 
+def context_of(model, options) -> ModelContext:
+    given = {"enable_deterministic_sampling": True, "dtype": "float32", **OPTIONS, **options}
+    runner, _ = build_shapes(model, EngineConfig.from_options(given), given["dtype"], None)
+    return runner._static.context
+
+
+def test_what_is_served(monkeypatch):
+    use_gpu_kernels(monkeypatch, fused.FusedProducts(interpret=True))
+    assert context_of(SERVED, {}).kernels == layers.InvariantKernels.make()
+
+
 @pytest.mark.parametrize(
-    ("model", "options", "is_served"),
+    ("model", "options", "problem"),
     [
-        (SERVED, {}, True),
-        (SERVED, {"dtype": "float16"}, False),
-        (SERVED, {"quantization": "int8"}, False),
-        (SERVED, {"max_loras": 1}, False),
-        (dataclasses.replace(SERVED, hidden_size=48), {}, False),
-        (TINY_MOE, {}, False),
-        (MIXED_HEADS, {}, False),
+        (SERVED, {"dtype": "float16"}, "projections of these sizes and this dtype"),
+        (dataclasses.replace(SERVED, hidden_size=48), {}, "projections of these sizes"),
+        (SERVED, {"quantization": "int8"}, "quantization 'int8'"),
+        (SERVED, {"max_loras": 1}, r"adapters \(max_loras\)"),
+        (TINY_MOE, {}, "experts"),
+        (HYBRID, {}, "recurrent states"),
+        (MIXED_HEADS, {}, "keys that several layers share, or that are values too"),
     ],
 )
-def test_what_is_served(monkeypatch, model, options, is_served):
-    """The others go through tiles."""
+def test_what_is_refused(monkeypatch, model, options, problem):
     use_gpu_kernels(monkeypatch, fused.FusedProducts(interpret=True))
-    asked: dict[str, Any] = (
-        {"enable_deterministic_sampling": True, "dtype": "float32"} | OPTIONS | options
-    )
-    runner, _ = build_shapes(model, EngineConfig.from_options(asked), asked["dtype"], None)
-    context = runner._static.context
-    assert isinstance(context.kernels, layers.InvariantKernels) == is_served
-    assert (context.tile_widths == ()) == is_served
+    problem = f"the kernels with a fixed order do not take {problem}"
+    message = f"enable_deterministic_sampling cannot be had here: {problem}"
+    with pytest.raises(InvalidConfigError, match=message):
+        context_of(model, options)
 
 
 ASKED = [
@@ -233,12 +242,15 @@ ASKED = [
 ][:8]
 
 
+ASKED_FOR = {"enable_deterministic_sampling": True}
+
+
 def check_engine(options: dict[str, Any], speculation: str) -> None:
     """The bits of requests alone; in one prefill; in chunks and retracted; and scored."""
+    options = {**options, **ASKED_FOR}
     with make_engine(ALONE | options, SERVED) as engine:
         static = inside.runner(engine)._static
         assert static.context.kernels == layers.InvariantKernels.make()
-        assert static.context.tile_widths == ()
         expected = run(engine, ASKED, Way({}))
     for geometry in (SMALL, RETRACTING):
         given = {**geometry, **options, "speculation": speculation}
@@ -261,7 +273,7 @@ class TestEngine:
             with make_engine(SMALL, SERVED) as engine:
                 portable = run(engine, ASKED, Way({}))
             use_gpu_kernels(monkeypatch, fused.FusedProducts(interpret=True))
-            with make_engine({**CHUNKED, **OPTIONS}, SERVED) as engine:
+            with make_engine({**CHUNKED, **OPTIONS, **ASKED_FOR}, SERVED) as engine:
                 found = run(engine, ASKED, Way({}))
         assert [bits.tokens for bits in found] == [bits.tokens for bits in portable]
 
@@ -282,6 +294,7 @@ class TestEngine:
             return real(x, table, **options) + 1e-3 * (len(x) == 1)
 
         monkeypatch.setattr(invariant, "unembed", unembed)
-        message = "bits of a token depend on what it is computed with, here 1 of 512"
-        with using("portable"), pytest.raises(InvalidConfigError, match=message):
-            make_engine(ALONE | OPTIONS, dataclasses.replace(SERVED, vocab_size=80))  # traced anew
+        # Programs apart from those of equal engines, which do not have the fault.
+        monkeypatch.setattr(compiled, "_jitted", functools.cache(compiled._jitted.__wrapped__))
+        with using("portable"), pytest.raises(AssertionError):
+            check_engine(OPTIONS, "off")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sgljax_engine.attention.base import Projections, Prologue
+from sgljax_engine.attention.base import NewTokens, Prologue
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.kernels.gpu.linear import (
     MAX_TOKENS,
@@ -19,7 +19,8 @@ from sgljax_engine.kernels.gpu.linear import (
 )
 from sgljax_engine.layers import fused
 from sgljax_engine.layers.rope import rope_tables, rope_timescales
-from tests.engine.gpu_interpreted import ATTENTION, use_gpu_kernels
+from sgljax_engine.runner.programs.attend import slots_at
+from tests.engine.gpu_interpreted import FUSED, INVARIANT, use_gpu_kernels
 from tests.engine.gpu_interpreted import OPTIONS as GPU
 from tests.engine.paged_cases import OPTIONS, RaggedCase, case_of, greedy_tokens, spread
 from tests.engine.test_pallas_attention import needs_gpu
@@ -149,10 +150,17 @@ def before(case: RaggedCase, *, has_norms: bool) -> tuple[list[jax.Array], Prolo
 
 
 @pytest.mark.parametrize(
-    ("shape", "options", "has_norms", "dtype"),
-    spread(list(SHAPES), list(OPTIONS), [True, False], [jnp.float32, jnp.bfloat16], road="other"),
+    ("shape", "options", "has_norms", "dtype", "attention"),
+    spread(
+        list(SHAPES),
+        list(OPTIONS),
+        [True, False],
+        [jnp.float32, jnp.bfloat16],
+        [FUSED, INVARIANT, FUSED],
+        road="other",
+    ),
 )
-def test_attention_of_projections(shape, options, has_norms, dtype):
+def test_attention_of_projections(shape, options, has_norms, dtype, attention):
     """Outputs, the new keys and values in their pages, and nothing else changed there."""
     lengths = (1, 16, 17, 33, 290)
     case = case_of(SHAPES[shape], dtype, lengths)
@@ -160,12 +168,15 @@ def test_attention_of_projections(shape, options, has_norms, dtype):
     case = case._replace(queries=np.array(case.queries), keys=copies[0], values=copies[1])
     new, prologue, layer = before(case, has_norms=has_norms)
 
+    tables = case.tables
+    slots = slots_at(tables.page_table, tables.positions[:, 0], tables.kv_lens > 0, layer.page_size)
+
     @jax.jit
     def attend(new, layer, tables):
-        projections = Projections(new[0], new[1], new[2], prologue)
-        return ATTENTION.from_projections(projections, layer, tables, OPTIONS[options])
+        tokens = NewTokens(new[0], new[1], new[2], prologue)
+        return attention.write_and_attend(tokens, layer, tables, slots, OPTIONS[options])
 
-    out, found = attend(new, layer, case.tables)
+    out, found = attend(new, layer, tables)
     case.check(np.asarray(out, np.float32)[:, None], OPTIONS[options], atol=2 * TOLERANCES[dtype])
     expected = [np.array(each, np.float32) for each in layer]
     for i, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):

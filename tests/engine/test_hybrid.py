@@ -343,20 +343,10 @@ def test_heads_that_do_not_divide_are_refused(name, tp_size, named):
         check_divides(load_model_config(GOLDEN / name), tp_size)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param("grouped", marks=pytest.mark.soak),
-        pytest.param("ungrouped", marks=pytest.mark.soak),
-        pytest.param("deterministic", marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("case", ["grouped", "ungrouped"])
 def test_on_two_devices(case):
-    run_python(
-        *("-W", "ignore", "-m", "tests.engine.hybrid_cases", case),
-        num_devices=2,
-        as_users=case == "deterministic",
-    )
+    run_python("-W", "ignore", "-m", "tests.engine.hybrid_cases", case, num_devices=2)
 
 
 def test_random_weights(small):

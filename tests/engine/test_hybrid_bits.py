@@ -16,7 +16,7 @@ from sgljax_engine.cache.layer_states import state_shapes
 from sgljax_engine.layers import delta_net
 from sgljax_engine.layers.delta_net import Heads, TokenTerms
 from sgljax_engine.layers.devices import compiler_options
-from sgljax_engine.layers.kernels import CpuKernels, Kernels, XlaKernels
+from sgljax_engine.layers.kernels import CpuKernels
 from sgljax_engine.model_config import LinearAttentionConfig
 from sgljax_engine.runner.batches.page_ids import NO_SLOT
 from tests.engine.determinism_cases import (
@@ -26,13 +26,13 @@ from tests.engine.determinism_cases import (
     make_engine,
     requests,
     run,
-    using,
 )
 from tests.engine.exactness_checks import check_bits
 from tests.engine.models import HYBRID, spread_weights
 from tests.engine.native_cases import needs_machine_code
 from tests.engine.test_delta_rule import NET, random_tokens, reference
 from tests.geometry import RETRACTING
+from tests.tiers import tiered
 
 MODEL = dataclasses.replace(HYBRID, eos_token_ids=(5,))
 ASKED = [
@@ -42,22 +42,12 @@ ASKED = [
 ][:12]
 UNCACHED: dict[str, Any] = {**ALONE, "disable_radix_cache": True}
 
-KERNELS = [
-    pytest.param(CpuKernels(), marks=needs_machine_code),
-    pytest.param(XlaKernels(), marks=pytest.mark.slow),
-]
 LARGE = dataclasses.replace(NET, key_dim=20, value_dim=144)
 """More columns than are summed at once, and a partly filled last vector of keys."""
 
 
 @pytest.fixture(scope="module")
-def backend(request):
-    with using(request.param) as name:
-        yield name
-
-
-@pytest.fixture(scope="module")
-def alone(backend):
+def alone():
     """Each request by itself, a token a dispatch."""
     with make_engine(UNCACHED, MODEL) as engine:
         found = run(engine, ASKED, Way({}))
@@ -65,18 +55,10 @@ def alone(backend):
     return found
 
 
+@needs_machine_code
 class TestEngine:
-    @pytest.mark.parametrize(
-        ("backend", "drafts"),
-        [
-            pytest.param("native", "off", marks=pytest.mark.slow),
-            pytest.param("native", "always", marks=pytest.mark.soak),
-            pytest.param("portable", "off", marks=pytest.mark.soak),
-            pytest.param("portable", "always", marks=pytest.mark.soak),
-        ],
-        indirect=["backend"],
-    )
-    def test_no_bit_differs(self, backend, alone, drafts):
+    @pytest.mark.parametrize("drafts", tiered(["off", "always"], [], ["off"]))
+    def test_no_bit_differs(self, alone, drafts):
         """Batches, chunks, interruptions, retraction; the second time from kept states."""
         with make_engine({**RETRACTING, "speculation": drafts}, MODEL) as engine:
             for _ in range(2):
@@ -87,10 +69,7 @@ class TestEngine:
         assert counters.num_retractions > 0
         assert drafts == "off" or 0 < counters.num_accepted_tokens < counters.num_draft_tokens
 
-    @pytest.mark.parametrize(
-        "backend", ["native", pytest.param("portable", marks=pytest.mark.soak)], indirect=True
-    )
-    def test_a_turn_that_goes_on_from_its_state(self, backend, alone):
+    def test_a_turn_that_goes_on_from_its_state(self, alone):
         """A sampled token's log-prob equals its score as part of a prompt's answer."""
         asked, bits = ASKED[1], alone[1]
         tokens = asked.prompt + list(bits.tokens)
@@ -107,8 +86,8 @@ class TestEngine:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("backend", ["native"], indirect=True)
-def test_drafts_where_ranks_are_not_promoted(backend, alone):
+@needs_machine_code
+def test_drafts_where_ranks_are_not_promoted(alone):
     """As a host process may set JAX."""
     before = jax.config.jax_numpy_rank_promotion  # type: ignore[attr-defined]
     jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -120,9 +99,9 @@ def test_drafts_where_ranks_are_not_promoted(backend, alone):
         jax.config.update("jax_numpy_rank_promotion", before)
 
 
-def rule_of(kernels: Kernels, net: LinearAttentionConfig) -> Any:
+def rule_of(net: LinearAttentionConfig) -> Any:
     return jax.jit(
-        lambda states, tokens: kernels.delta_rule(states, tokens, net.head_sizes),
+        lambda states, tokens: CpuKernels().delta_rule(states, tokens, net.head_sizes),
         compiler_options=compiler_options(True),
     )
 
@@ -132,11 +111,11 @@ def terms_of(*arrays: np.ndarray) -> TokenTerms:
     return TokenTerms(*map(jnp.asarray, arrays))
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@needs_machine_code
 class TestRule:
-    def test_against_float64_and_at_any_cut(self, kernels):
+    def test_against_float64_and_at_any_cut(self):
         arrays = random_tokens(90)
-        expected, rule = reference(*arrays), rule_of(kernels, NET)
+        expected, rule = reference(*arrays), rule_of(NET)
         q, k, v, decay, rate = arrays
         heads = np.concatenate([x.reshape(len(x), -1) for x in (q, k, v)], axis=1)
         whole = None
@@ -156,7 +135,7 @@ class TestRule:
             np.testing.assert_array_equal(outs, whole)
             assert np.isnan(np.asarray(states)[:-1]).all()
 
-    def test_sequences_side_by_side(self, kernels):
+    def test_sequences_side_by_side(self):
         """Tokens of two slots in turns, and of none; sizes that fill no vector."""
         net, rng = LARGE, np.random.default_rng(0)
         groups, ratio = net.num_key_heads, net.ratio
@@ -168,7 +147,7 @@ class TestRule:
         slots = np.array([2, 0, 2, NO_SLOT] * 3, np.int32)
         is_first = np.arange(12) < 2
         states = jnp.full((3, *state_shapes(net, 1)[1][1:]), 7.0)
-        new, out = rule_of(kernels, net)(states, terms_of(heads, decay, rate, slots, is_first))
+        new, out = rule_of(net)(states, terms_of(heads, decay, rate, slots, is_first))
         for slot in (0, 2):
             own = slots == slot
             expected = jnp.zeros((1, *states.shape[1:]))
@@ -180,17 +159,17 @@ class TestRule:
         assert (np.asarray(new)[1] == 7.0).all()
         assert not np.asarray(out)[slots == NO_SLOT].any()
 
-    def test_heads(self, kernels):
+    def test_heads(self):
         """Convolution, silu and norms against float64; the same bits in blocks and alone."""
         rng = np.random.default_rng(0)
         weight = rng.standard_normal((LARGE.num_channels, LARGE.conv_size)).astype(np.float32)
         window = rng.standard_normal((3, 8, LARGE.num_channels)).astype(np.float32)
 
         @jax.jit
-        def heads(window, is_used):
-            return kernels.net_heads(window, weight, LARGE.head_sizes, is_used)
+        def heads(window):
+            return CpuKernels().net_heads(window, jnp.asarray(weight), LARGE.head_sizes)
 
-        found = np.asarray(heads(window, np.ones((3, 5), bool)))
+        found = np.asarray(heads(window))
         taps = lax.broadcasted_iota(jnp.int32, (5, 4), 0) + np.arange(4, dtype=np.int32)[None]
         x = np.einsum("ntwc,cw->ntc", window[:, np.asarray(taps)].astype(np.float64), weight)
         x = x / (1 + np.exp(-x))
@@ -201,5 +180,5 @@ class TestRule:
         expected = np.concatenate([part.reshape(3, 5, -1) for part in parts], axis=-1)
         np.testing.assert_allclose(found, expected, atol=2e-6)
         for token in range(5):
-            one = heads(window[:1, token : token + 4], np.ones((1, 1), bool))
+            one = heads(window[:1, token : token + 4])
             np.testing.assert_array_equal(one[0, 0], found[0, token])

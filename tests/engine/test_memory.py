@@ -91,7 +91,7 @@ class TestWeights:
         before = live_bytes()
         with make_engine() as engine:
             report = engine.get_internal_state().memory
-            taken = report.weights_bytes + report.kv_bytes + report.contiguous_kv_bytes
+            taken = report.weights_bytes + report.kv_bytes
             assert live_bytes() - before == taken
             for _ in range(2):
                 old = [weakref.ref(w) for w in inside.runner(engine).weights.values()]

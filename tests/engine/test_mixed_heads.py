@@ -15,12 +15,9 @@ from tests.devices import run_python
     [
         pytest.param("refusals rotation_on_tpus", marks=pytest.mark.slow),
         pytest.param("eight_devices gpu_kernel tpu_kernel shared_keys", marks=pytest.mark.soak),
-        pytest.param("deterministic", marks=pytest.mark.soak),
     ],
 )
 def test_on_eight_devices(cases):
     run_python(
-        *("-W", "ignore", "-m", "tests.engine.mixed_heads_cases", *cases.split()),
-        num_devices=8,
-        as_users=cases == "deterministic",
+        *("-W", "ignore", "-m", "tests.engine.mixed_heads_cases", *cases.split()), num_devices=8
     )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sgljax_engine.attention.base import AttentionOptions, BlockTables
-from sgljax_engine.attention.cpu import native_attention, native_write_kv
+from sgljax_engine.attention.cpu import NativeAttention, native_write_kv
 from sgljax_engine.cache.kv_pages import LayerKV, write_kv
 from tests.engine.native_cases import lanes, needs_machine_code
 from tests.engine.paged_cases import ragged_case, spread
@@ -56,7 +56,7 @@ def test_ragged_blocks(case, num_queries):
         num_queries=num_queries,
         head_dim=head_dim,
     )
-    case.check(case.run(native_attention, options), options, atol=2e-5)
+    case.check(case.run(NativeAttention().attend, options), options, atol=2e-5)
 
 
 def write_at(layer, k, v, slots):
@@ -99,7 +99,7 @@ def test_half_width_pages(dtype):
     )
     half = LayerKV(*(x.astype(dtype) for x in case.layer))
     wide = LayerKV(*(x.astype("float32") for x in half))
-    run = jax.jit(native_attention, static_argnums=3)
+    run = jax.jit(NativeAttention().attend, static_argnums=3)
     found, wanted = (run(case.queries, layer, case.tables, DEFAULT) for layer in (half, wide))
     np.testing.assert_array_equal(found, wanted)
 
@@ -110,11 +110,13 @@ def test_a_row_has_the_same_bits_in_any_company(num_rows):
     case = ragged_case(
         lengths, page_size=16, num_heads=4, num_kv_heads=2, num_queries=1, head_dim=64
     )
-    together = case.run(native_attention, DEFAULT)
+    together = case.run(NativeAttention().attend, DEFAULT)
     for row in range(num_rows):
         tables = BlockTables(*(x[row : row + 1] for x in case.tables))
         alone = case._replace(queries=case.queries[row : row + 1], tables=tables)
-        np.testing.assert_array_equal(alone.run(native_attention, DEFAULT)[0], together[row])
+        np.testing.assert_array_equal(
+            alone.run(NativeAttention().attend, DEFAULT)[0], together[row]
+        )
 
 
 @pytest.mark.parametrize("options", tiered(OPTIONS, ["all"]))
@@ -124,7 +126,7 @@ def test_a_query_has_the_same_bits_in_any_block(options):
     case = ragged_case(
         [790], page_size=16, num_heads=4, num_kv_heads=2, num_queries=16, head_dim=32
     )
-    out = case.run(native_attention, options)[0]
+    out = case.run(NativeAttention().attend, options)[0]
     positions = np.asarray(case.tables.positions[0])
     for query, position in enumerate(positions):
         tables = BlockTables(
@@ -133,4 +135,6 @@ def test_a_query_has_the_same_bits_in_any_block(options):
             jnp.asarray([position + 1], jnp.int32),
         )
         alone = case._replace(queries=case.queries[:1, query : query + 1], tables=tables)
-        np.testing.assert_array_equal(alone.run(native_attention, options)[0, 0], out[query])
+        np.testing.assert_array_equal(
+            alone.run(NativeAttention().attend, options)[0, 0], out[query]
+        )

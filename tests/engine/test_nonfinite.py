@@ -159,7 +159,6 @@ class TestGenerate:
     @pytest.mark.parametrize(
         ("model", "options"),
         [
-            pytest.param(TINY, {"enable_deterministic_sampling": True}, id="deterministic"),
             pytest.param(TINY, CHUNKED, id="chunks"),
             pytest.param(HYBRID, {}, id="hybrid"),
             pytest.param(TINY_MOE, {}, id="experts", marks=pytest.mark.soak),

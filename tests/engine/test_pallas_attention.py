@@ -12,30 +12,34 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
-from sgljax_engine.attention.batch_invariant import ordered_backend
 
 from sgljax_engine import Engine, InvalidConfigError
-from sgljax_engine.attention import pallas
-from sgljax_engine.attention.base import AttentionBackend, BlockTables
-from sgljax_engine.attention.pallas import PallasAttention, gpu_backend
-from sgljax_engine.attention.registry import pick_attention
-from sgljax_engine.cache.kv_pages import KVPages, LayerKV
+from sgljax_engine.attention.base import BlockTables
+from sgljax_engine.attention.pallas import PallasAttention
+from sgljax_engine.attention.registry import engine_attention
+from sgljax_engine.cache.kv_pages import KVPages, LayerKV, PageLayout
 from sgljax_engine.kernels.gpu.paged_attention import HEAD_DIMS, choose_tiling
-from sgljax_engine.layers.basic import default_layout
+from sgljax_engine.layers.fused import FusedProducts
+from sgljax_engine.layers.invariant import InvariantKernels
+from sgljax_engine.layers.kernels import XlaKernels
 from sgljax_engine.layers.target import Target
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ModelContext
 from sgljax_engine.placement.submeshes import place
 from sgljax_engine.runner.batches.batch import build_decode_batch, empty_prefill_batch
+from sgljax_engine.runner.batches.packing import pack_scores
 from sgljax_engine.runner.batches.sampling import build_sampling_batch
-from sgljax_engine.runner.programs import forward
 from sgljax_engine.runner.programs.context import ProgramContext
+from sgljax_engine.runner.programs.decode import RowOptions, decode
+from sgljax_engine.runner.programs.prefill import prefill
+from sgljax_engine.runner.programs.score import score
+from tests.engine import gpu_interpreted
+from tests.engine.gpu_interpreted import PLAIN
 from tests.engine.models import TINY
 from tests.engine.paged_cases import OPTIONS, case_of, greedy_tokens, needs_gpu, spread
 
 QUICK_COMPILE = "interpreted kernels of GPUs, which no user compiles for CPUs"
 
-INTERPRETED = PallasAttention(interpret=True)
 SHAPES = {
     # page_size, num_heads, num_kv_heads, num_queries, head_dim
     "decode-tiny-pages": (1, 4, 2, 1, 64),
@@ -65,7 +69,7 @@ def lowering_for_a_gpu() -> contextlib.AbstractContextManager[Any]:
 )
 def test_ragged_blocks(shape, options):
     case = case_of(SHAPES[shape])
-    case.check(case.run(INTERPRETED, OPTIONS[options]), OPTIONS[options], atol=2e-5)
+    case.check(case.run(PLAIN.attend, OPTIONS[options]), OPTIONS[options], atol=2e-5)
 
 
 @pytest.mark.slow
@@ -75,7 +79,7 @@ def test_half_precision(shape, dtype):
     """Inputs are rounded before the comparison: what is left is that of weights and outputs."""
     case = case_of(shape, dtype)
     options = OPTIONS["default"]
-    case.check(case.run(INTERPRETED, options), options, atol=1e-2)
+    case.check(case.run(PLAIN.attend, options), options, atol=1e-2)
 
 
 @pytest.mark.slow
@@ -85,11 +89,11 @@ def test_splits_are_put_together(monkeypatch):
     width = case.tables.page_table.shape[1]
     assert choose_tiling(case.queries.shape, case.layer.k, width).splits == 16
     options = OPTIONS["default"]
-    many = case.run(INTERPRETED, options)
+    many = case.run(PLAIN.attend, options)
     case.check(many, options, atol=2e-5)
     monkeypatch.setattr("sgljax_engine.kernels.gpu.paged_attention._MAX_SPLITS", 1)
     assert choose_tiling(case.queries.shape, case.layer.k, width).splits == 1
-    case.check(case.run(INTERPRETED, options), options, atol=2e-5)
+    case.check(case.run(PLAIN.attend, options), options, atol=2e-5)
 
 
 def test_tilings_fit_the_tensor_cores():
@@ -109,7 +113,7 @@ def test_lowers_for_cuda(shape, dtype):
     case = case_of(SHAPES[shape], dtype)
 
     def attend(q: jax.Array, layer: LayerKV, tables: BlockTables) -> jax.Array:
-        return PallasAttention()(q, layer, tables, OPTIONS["all"])
+        return PallasAttention().attend(q, layer, tables, OPTIONS["all"])
 
     queries = jnp.asarray(case.queries, dtype)
     with lowering_for_a_gpu():
@@ -127,14 +131,15 @@ def num_kernel_calls(text: str, function: str = "main") -> int:
     return own + sum(num_kernel_calls(text, callee) for callee in callees)
 
 
-def test_decode_and_prefill_lower_for_cuda():
+def test_programs_lower_for_cuda():
     """The engine's own programs, whole: one kernel a layer, in a function that layers share."""
     definition = get_model(TINY.architecture)
     static = ProgramContext(
         model=definition,
-        context=ModelContext(TINY, default_layout("gpu")),
+        context=ModelContext(TINY, dtype=jnp.dtype("bfloat16")),
         attention=PallasAttention(),
         page_size=16,
+        page_layouts=(PageLayout(TINY.num_kv_heads, TINY.head_dim),) * TINY.num_layers,
         max_steps=4,
     )
     params = {
@@ -145,19 +150,20 @@ def test_decode_and_prefill_lower_for_cuda():
     kv = KVPages((LayerKV(pages, pages),) * TINY.num_layers)  # type: ignore[arg-type]
 
     def num_kernels(program: Any, *args: Any) -> int:
-        jitted = jax.jit(functools.partial(program, static=static), donate_argnums=1)
+        jitted = jax.jit(functools.partial(program, static=static))
         with lowering_for_a_gpu():
-            lowered = jitted.trace(params, kv, *args).lower(lowering_platforms=("cuda",))
+            lowered = jitted.trace(params, *args).lower(lowering_platforms=("cuda",))
         return num_kernel_calls(lowered.as_text())
 
     rows = build_decode_batch([], [], buckets=[8], table_width=16)
-    sampling = build_sampling_batch([], 8)
-    no_rows: Any = ()
-    decode = (no_rows, rows, sampling, forward.RowOptions(), np.int32(1), np.int32(1))
-    assert num_kernels(forward.decode, *decode) == TINY.num_layers
-    prefill = empty_prefill_batch(64, block=16, table_width=16)
+    steps = rows, build_sampling_batch([], 8), RowOptions(), np.int32(1), np.int32(1)
+    assert num_kernels(decode, kv, *steps) == TINY.num_layers
     # Nobody reads what the last layer attends to in a prefill; JAX finds that from 0.12 on.
-    assert TINY.num_layers - num_kernels(forward.prefill, prefill) in (0, 1)
+    chunks = empty_prefill_batch(64, block=16, table_width=16)
+    assert TINY.num_layers - num_kernels(prefill, kv, chunks) in (0, 1)
+    sizes = {"buckets": [64], "max_tokens": 64, "block": 16, "table_width": 16}
+    (packed,) = pack_scores([[1, 2]], [1], **sizes)
+    assert num_kernels(score, packed.batch, np.float32(1), None, None) == TINY.num_layers
 
 
 def target_of(platform: str) -> Target:
@@ -167,13 +173,21 @@ def target_of(platform: str) -> Target:
 
 class TestChoosingIt:
     def test_auto_on_a_gpu(self):
+        """Fused kernels come with fused attention, invariant ones with invariant attention."""
+        target, fused = target_of("gpu"), FusedProducts()
+        wanted = {
+            XlaKernels(): PallasAttention(),
+            XlaKernels(fused=fused): PallasAttention(is_fused=True),
+            InvariantKernels(fused=fused): PallasAttention(is_invariant=True),
+        }
         for head_dim in HEAD_DIMS:
-            found = pick_attention("auto", target_of("gpu"), (head_dim,))
-            assert found == pick_attention("pallas", target_of("gpu"), (head_dim,))
-            assert (found.name, found.attend) == ("pallas", PallasAttention(joins_blocks=False))
-            assert found.fused is not None
-            assert found.fused.attend == PallasAttention()
-        assert pick_attention("auto", target_of("gpu"), (80,)).name == "xla"
+            for kernels, attention in wanted.items():
+                for name in ("auto", "pallas"):
+                    assert engine_attention(name, target, (head_dim,), kernels) == attention
+        assert engine_attention("auto", target, (80,), XlaKernels()).name == "xla"
+        several = target._replace(num_tensor_shards=2)
+        found = engine_attention("auto", several, (64,), XlaKernels())
+        assert found == PallasAttention(mesh=target.mesh)
 
     @pytest.mark.parametrize(
         ("platform", "head_dim", "message"),
@@ -185,7 +199,7 @@ class TestChoosingIt:
     )
     def test_where_it_cannot_run(self, platform, head_dim, message):
         with pytest.raises(InvalidConfigError, match=f"'pallas' cannot be had here: {message}"):
-            gpu_backend(target_of(platform), (head_dim,))
+            engine_attention("pallas", target_of(platform), (head_dim,), XlaKernels())
 
     @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there it is allowed")
     def test_an_engine_elsewhere_is_refused(self):
@@ -197,15 +211,8 @@ class TestChoosingIt:
 def test_engine_with_the_interpreted_kernel(monkeypatch):
     """Prefill and decode through the kernel: the tokens of the portable backend."""
     expected = greedy_tokens(attention_backend="xla")
-    used = []
-
-    def interpreted(target: Target, head_dims: tuple[int, ...]) -> AttentionBackend:
-        used.append((target.platform, head_dims))
-        return AttentionBackend("pallas", INTERPRETED, ordered_backend("cpu"))
-
-    monkeypatch.setattr(pallas, "gpu_backend", interpreted)
-    assert greedy_tokens(attention_backend="pallas") == expected
-    assert used == [("cpu", TINY.head_dims)]
+    gpu_interpreted.use_gpu_kernels(monkeypatch, None)
+    assert greedy_tokens(**gpu_interpreted.OPTIONS) == expected
 
 
 @pytest.mark.gpu
@@ -215,16 +222,17 @@ class TestOnHardware:
     @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
     def test_ragged_blocks(self, shape, options):
         case = case_of(shape)
-        case.check(case.run(PallasAttention(), options), options, atol=2e-5)
+        case.check(case.run(PallasAttention().attend, options), options, atol=2e-5)
 
     @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
     def test_bfloat16(self, shape):
         case = case_of(shape, jnp.bfloat16)
-        case.check(case.run(PallasAttention(), OPTIONS["all"]), OPTIONS["all"], atol=2e-2)
+        case.check(case.run(PallasAttention().attend, OPTIONS["all"]), OPTIONS["all"], atol=2e-2)
 
     def test_long_contexts(self):
         case = case_of(SHAPES["decode-mha"], jnp.bfloat16, lengths=[1, 700, 5000])
-        case.check(case.run(PallasAttention(), OPTIONS["default"]), OPTIONS["default"], atol=1e-2)
+        options = OPTIONS["default"]
+        case.check(case.run(PallasAttention().attend, options), options, atol=1e-2)
 
     def test_engine_agrees_with_the_cpu(self):
         """Greedy tokens in float32; TINY's weights are spread, so that no two logits are close."""

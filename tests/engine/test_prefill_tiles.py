@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sgljax_engine.attention.batch_invariant import ordered_backend
 
 from sgljax_engine.attention import pallas
-from sgljax_engine.attention.base import AttentionBackend, AttentionOptions, BlockTables
+from sgljax_engine.attention.base import AttentionOptions, BlockTables
 from sgljax_engine.attention.pallas import PallasAttention
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.kernels.gpu.paged_attention import HEAD_DIMS, Scores, paged_attention
@@ -23,6 +22,8 @@ from sgljax_engine.kernels.gpu.prefill_attention import (
     make_tiles,
     prefill_attention,
 )
+from sgljax_engine.layers.fused import FusedProducts
+from tests.engine import gpu_interpreted
 from tests.engine.paged_cases import (
     OPTIONS,
     RaggedCase,
@@ -199,7 +200,7 @@ def test_lowers_for_cuda(head_dim):
     tables = BlockTables(count((64, 32)), count((64, BLOCK)), count((64,)))  # type: ignore[arg-type]
 
     def attend(q: jax.Array, layer: LayerKV, tables: BlockTables) -> jax.Array:
-        return PallasAttention()(q, layer, tables, OPTIONS["all"])
+        return PallasAttention(is_fused=True).attend(q, layer, tables, OPTIONS["all"])
 
     with lowering_for_a_gpu():
         traced = jax.jit(attend).trace(half((64, BLOCK, 8, head_dim)), layer, tables)
@@ -212,19 +213,17 @@ def test_lowers_for_cuda(head_dim):
 def test_engine_with_tiles(monkeypatch):
     """Prefill through the kernel: the tokens of the portable backend."""
     expected = greedy_tokens(attention_backend="xla")
-    asked = []
+    queries_of_blocks = set()
 
-    def is_prefill(q_shape: tuple[int, ...], k: jax.Array) -> bool:
+    def fills(q_shape: tuple[int, ...], k: jax.Array) -> bool:
         del k
-        asked.append(q_shape[1] == BLOCK)
-        return asked[-1]
+        queries_of_blocks.add(q_shape[1])
+        return True
 
-    backend = AttentionBackend("pallas", PallasAttention(interpret=True), ordered_backend("cpu"))
-    monkeypatch.setattr(pallas, "gpu_backend", lambda target, head_dims: backend)
-    monkeypatch.setattr(pallas, "fills_gpu", is_prefill)
-    assert greedy_tokens(attention_backend="pallas") == expected
-    assert any(asked)
-    assert not all(asked)
+    gpu_interpreted.use_gpu_kernels(monkeypatch, FusedProducts(joins=False, adds=False))
+    monkeypatch.setattr(pallas, "fills_gpu", fills)
+    assert greedy_tokens(**gpu_interpreted.OPTIONS) == expected
+    assert queries_of_blocks == {BLOCK}
 
 
 @pytest.mark.gpu

@@ -5,12 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sgljax_engine import InvalidRequestError, SamplingParams
+from sgljax_engine import Engine, InvalidRequestError, SamplingParams
 from sgljax_engine.runner.batches.packing import pack_scores
 from tests.engine.exactness_checks import check_scaled_logprobs
 from tests.engine.interrupts import make_engine
-from tests.engine.models import TINY, random_prompts
-from tests.geometry import CHUNKED
+from tests.engine.models import (
+    MIXED_HEADS,
+    SHARED_KEYS,
+    TINY,
+    random_prompts,
+    spread_weights,
+)
+from tests.engine.native_cases import needs_machine_code
+from tests.geometry import CHUNKED, SMALL
 
 BLOCK = 4
 
@@ -86,9 +93,9 @@ class TestPacking:
         assert pack([]) == []
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["default", "deterministic"])
-def engine(request):
-    with make_engine(enable_deterministic_sampling=request.param) as engine:
+@pytest.fixture(scope="module")
+def engine():
+    with make_engine() as engine:
         yield engine
 
 
@@ -138,16 +145,28 @@ class TestScore:
             engine.score([[1, 2, 3], [1, 2]], start_lens=starts)
 
 
+@needs_machine_code
 class TestSameBits:
-    """In deterministic mode scoring, decoding and every way to pack have the same bits."""
+    """On the JIT-compiled kernels scoring, decoding and every way to pack have the same bits."""
 
-    def test_as_decoding(self):
+    @pytest.mark.parametrize(
+        ("model", "dtype"),
+        [
+            (TINY, "float32"),
+            pytest.param(TINY, "bfloat16", marks=pytest.mark.slow),
+            pytest.param(MIXED_HEADS, "bfloat16", marks=pytest.mark.slow),
+            pytest.param(SHARED_KEYS, "bfloat16", marks=pytest.mark.slow),
+        ],
+        ids=["float32", "bfloat16", "mixed heads", "shared keys"],
+    )
+    def test_as_decoding(self, model, dtype):
         prompts = [ids for ids in random_prompts(8, 1, 90) for _ in range(4)]
         params = [
             SamplingParams(max_new_tokens=30, temperature=t, seed=i, ignore_eos=True)
             for i, t in enumerate([0.0, 0.7, 1.0, 1.3] * 8)
         ]
-        with make_engine(enable_deterministic_sampling=True) as engine:
+        weights = spread_weights(model)
+        with Engine(model_config=model, weights=weights, dtype=dtype, **SMALL) as engine:
             outputs = engine.generate_requests(prompts, params)
             sequences = [[*p, *o.output_ids] for p, o in zip(prompts, outputs, strict=True)]
             for which, temperature in enumerate([1.0, 0.7, 1.0, 1.3]):
@@ -158,14 +177,13 @@ class TestSameBits:
                     expected = np.asarray(output.scaled_logprobs, np.float32)
                     np.testing.assert_array_equal(logprobs, expected)
 
-    def test_in_any_company(self):
+    def test_in_any_company(self, engine):
         sequences = random_prompts(20, 1, 90)
-        with make_engine(enable_deterministic_sampling=True) as engine:
-            together = engine.score(sequences)
-            for order in (range(20), range(19, -1, -1)):
-                for index in order:
-                    (alone,) = engine.score([sequences[index]])
-                    np.testing.assert_array_equal(alone, together[index])
-        with make_engine(enable_deterministic_sampling=True, **CHUNKED) as other:
+        together = engine.score(sequences)
+        for order in (range(20), range(19, -1, -1)):
+            for index in order:
+                (alone,) = engine.score([sequences[index]])
+                np.testing.assert_array_equal(alone, together[index])
+        with make_engine(**CHUNKED) as other:
             for ours, theirs in zip(other.score(sequences), together, strict=True):
                 np.testing.assert_array_equal(ours, theirs)

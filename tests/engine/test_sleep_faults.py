@@ -209,17 +209,6 @@ class TestWakeUp:
         fault = ("to_device", 1, RuntimeError)
         assert_it_sleeps_on(engine, expected, plant, fault, ["weights"])
 
-    @pytest.mark.soak
-    def test_contiguous_kv(self, plant):
-        """Only portable backends have it."""
-        with small_copies(), make_engine(attention_backend="xla_rows") as engine:
-            whole = engine.generate_requests(PROMPTS, LONG)
-            expected = [(out.output_ids, out.logprobs) for out in whole]
-            for tags in (None, ["kv_cache"]):
-                engine.flush_cache()
-                fault = ("allocate_contiguous_kv", 1, RuntimeError)
-                assert_it_sleeps_on(engine, expected, plant, fault, tags)
-
     @pytest.mark.parametrize("order", [BOTH, BOTH[::-1]])
     def test_what_is_awake_stays_awake(self, engine, expected, plant, order):
         """The second half fails, and the first is not lost for it."""

@@ -20,9 +20,9 @@ from tests.engine.determinism_cases import (
     make_engine,
     requests,
     run,
-    using,
 )
 from tests.engine.models import spread_weights
+from tests.engine.native_cases import needs_machine_code
 from tests.geometry import RETRACTING, SMALL
 
 
@@ -39,16 +39,7 @@ SHORT = plain(requests(200, MODEL.vocab_size, max_len=155))
 OPTIONS: dict[str, Any] = {**SMALL, "speculation": "always"}
 
 
-@pytest.fixture(scope="module")
-def backend(request):
-    with using(request.param) as name:
-        yield name
-
-
-NATIVE = pytest.mark.parametrize("backend", ["native"], indirect=True)
-BOTH = pytest.mark.parametrize(
-    "backend", ["native", pytest.param("portable", marks=pytest.mark.soak)], indirect=True
-)
+pytestmark = needs_machine_code
 
 
 def without_drafts(asked: Sequence[Asked]) -> list[Bits]:
@@ -58,16 +49,14 @@ def without_drafts(asked: Sequence[Asked]) -> list[Bits]:
 
 
 @pytest.fixture(scope="module")
-def expected(backend):
+def expected():
     """The bits of `PLAIN`, without drafts."""
-    del backend
     return without_drafts(PLAIN)
 
 
 @pytest.fixture(scope="module")
-def short(backend):
+def short():
     """The bits of `SHORT`, without drafts."""
-    del backend
     return without_drafts(SHORT)
 
 
@@ -80,10 +69,8 @@ def run_twice(bits: Sequence[Bits], asked: Sequence[Asked], **options: Any) -> E
 
 
 @pytest.mark.slow
-@BOTH
-def test_some_requests(backend):
+def test_some_requests():
     """Their settings need no further programs."""
-    del backend
     few, options = PLAIN[:12], {"speculative_num_draft_tokens": 3}
     bits = without_drafts(few)
     counters = run_twice(bits, few, **options)
@@ -92,10 +79,8 @@ def test_some_requests(backend):
 
 
 @pytest.mark.soak
-@NATIVE
-def test_all_requests(backend):
+def test_all_requests():
     """200 of all sampling kinds."""
-    del backend
     bits = without_drafts(REQUESTS)
     counters = run_twice(bits, REQUESTS)
     assert counters.num_accepted_history > 1000
@@ -103,7 +88,6 @@ def test_all_requests(backend):
 
 
 @pytest.mark.soak
-@NATIVE
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_each_drafter(expected, drafter):
     counters = run_twice(expected[:40], PLAIN[:40], speculative_drafters=(drafter,))
@@ -113,7 +97,6 @@ def test_each_drafter(expected, drafter):
 
 
 @pytest.mark.soak
-@NATIVE
 @pytest.mark.parametrize("num_drafts", [2, 30])
 def test_each_width(expected, num_drafts):
     """Most drafts of a row, from which the widths of steps follow."""
@@ -123,10 +106,8 @@ def test_each_width(expected, num_drafts):
 
 
 @pytest.mark.soak
-@NATIVE
-def test_siblings(backend):
+def test_siblings():
     """Samples of one prompt draft from each other."""
-    del backend
     asked = [
         each._replace(
             prompt=PLAIN[0].prompt,
@@ -141,7 +122,6 @@ def test_siblings(backend):
 
 
 @pytest.mark.soak
-@NATIVE
 @pytest.mark.parametrize("seed", range(1, 8))
 def test_interruptions(short, seed):
     """Pages run out, then also pauses, updates and sleep; drafts of an older policy are drafts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -12,12 +13,14 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
 from sgljax_engine import InvalidConfigError
-from sgljax_engine.attention import registry, tpu
-from sgljax_engine.attention.base import AttentionOptions, BlockTables
-from sgljax_engine.attention.tpu import TpuAttention, backend_of, heads_per_row
+from sgljax_engine.attention import tpu
+from sgljax_engine.attention.base import AttentionOptions, BlockTables, NewTokens
+from sgljax_engine.attention.registry import engine_attention
+from sgljax_engine.attention.tpu import TpuAttention, heads_per_row
 from sgljax_engine.cache.kv_pages import LayerKV, PageLayout
 from sgljax_engine.kernels.tpu import paged_attention as kernel
 from sgljax_engine.kernels.tpu.paged_sizes import Sizes
+from sgljax_engine.layers.kernels import XlaKernels
 from sgljax_engine.placement.submeshes import place
 from tests.engine.models import TINY
 from tests.engine.paged_cases import (
@@ -123,11 +126,14 @@ class Writing:
             *(jnp.asarray(np.stack(x), jnp.int32) for x in zip(*self.tables, strict=True))
         )
         queries, new = (np.asarray(x, np.float32) for x in (self.queries, self.new))
-        call = jax.jit(attention.write_and_attend, static_argnums=5)
+        call = jax.jit(attention.write_and_attend, static_argnums=4)
         num_kv_heads, head_dim = new.shape[3:]
         layout = PageLayout(num_kv_heads, head_dim, heads_per_row(head_dim))
         pages = LayerKV(*(jnp.asarray(layout.pack(np.asarray(part))) for part in self.layer))
-        out, layer = call(queries, new[:, 0], new[:, 1], pages, tables, options)
+        parts = queries, new[:, 0], new[:, 1]
+        q, k, v = (jnp.asarray(x.reshape(-1, *x.shape[2:])) for x in parts)
+        out, layer = call(NewTokens(q, k, v), pages, tables, None, options)
+        out = out.reshape(queries.shape)
         layer = [layout.unpack(np.asarray(part)) for part in layer]
         self.check_outputs(out, queries, options)
         for which, pages in enumerate(layer):
@@ -185,7 +191,7 @@ def test_writing(shape, options):
 def test_steps_of_several_blocks(shape, options):
     sizes = {**SHAPES, **PACKED}[shape]
     queries = jnp.zeros((16, 16, sizes[1], max(sizes[4], 128)))
-    assert kernel._step_blocks(queries, sizes[2]) == 8
+    assert kernel.step_blocks(queries, sizes[2]) == 8
     is_read_again = (shape, options) == ("prefill-gqa-3", "default")
     Writing(sizes, STEPS).check(SIMPLE, OPTIONS[options], is_read_again=is_read_again)
 
@@ -237,8 +243,8 @@ def test_blocks_that_share_their_reads(step_blocks, lengths):
 def test_blocks_of_a_step(num_blocks, heads, dtype, count):
     num_heads, num_kv_heads, head_dim = heads
     queries = jnp.zeros((num_blocks, 16, num_heads, head_dim), dtype)
-    assert kernel._step_blocks(queries, num_kv_heads) == count
-    assert kernel._step_blocks(queries[:, :1], num_kv_heads) == 1
+    assert kernel.step_blocks(queries, num_kv_heads) == count
+    assert kernel.step_blocks(queries[:, :1], num_kv_heads) == 1
 
 
 def test_costs_count_what_a_window_shows():
@@ -285,7 +291,9 @@ def test_rows_with_drafts():
 def test_engine_with_the_interpreted_kernel(monkeypatch, options):
     """Prefill and decode through the kernel: the tokens of the portable backend."""
     expected = greedy_tokens(attention_backend="xla")
-    monkeypatch.setattr(tpu, "tpu_backend", lambda _, head_dims: backend_of(SIMPLE, head_dims))
+    interpreted = functools.partial(tpu.tpu_attention, interpret=True)
+    monkeypatch.setattr(tpu, "tpu_problem", lambda *_: None)
+    monkeypatch.setattr(tpu, "tpu_attention", interpreted)
     assert greedy_tokens(attention_backend="tpu", **options) == expected
 
 
@@ -295,13 +303,11 @@ class TestChoosingIt:
     def test_on_a_tpu(self):
         target = self.target._replace(platform="tpu", is_own_cpu=False)
         for head_dim, heads_a_row in ((32, 4), (64, 2), (128, 1), (256, 1)):
-            picked = [
-                registry.pick_attention(name, target, (head_dim,)) for name in ("auto", "tpu")
-            ]
-            assert picked[0] == picked[1]
-            assert (picked[0].name, picked[0].heads_per_row) == ("tpu", heads_a_row)
+            for name in ("auto", "tpu"):
+                found = engine_attention(name, target, (head_dim,), XlaKernels())
+                assert found == TpuAttention(heads_per_row=heads_a_row)
         # A head_dim that the kernel has no tiles for takes the portable path.
-        assert registry.pick_attention("auto", target, (80,)).name == "xla"
+        assert engine_attention("auto", target, (80,), XlaKernels()).name == "xla"
 
     @pytest.mark.parametrize(
         ("platform", "head_dim", "message"),
@@ -313,4 +319,4 @@ class TestChoosingIt:
     def test_where_it_cannot_run(self, platform, head_dim, message):
         target = self.target._replace(platform=platform)
         with pytest.raises(InvalidConfigError, match=message):
-            registry.pick_attention("tpu", target, (head_dim,))
+            engine_attention("tpu", target, (head_dim,), XlaKernels())

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from sgljax_engine.kernels.tpu import rotate
-from sgljax_engine.layers.basic import Layout
-from sgljax_engine.layers.kernels import Options, XlaKernels
+from sgljax_engine.layers.kernels import XlaKernels
 from sgljax_engine.layers.rope import rope_tables, rope_timescales
 from sgljax_engine.layers.tpu import TpuHeads
 
@@ -24,10 +23,10 @@ def case(num_tokens, num_heads, head_dim, dtype, has_norm=True, offset=0.0):
     return x, (weight, 1e-6, offset) if has_norm else None, *tables
 
 
-def differs(kernels, arguments, options):
+def differs(kernels, arguments):
     x, norm, sin, cos = arguments
-    found = kernels.rotate(x, norm, sin, cos, options).astype(jnp.float32)
-    exact = XlaKernels().rotate(x.astype(jnp.float32), norm, sin, cos, options)
+    found = kernels.rotate(x, norm, sin, cos).astype(jnp.float32)
+    exact = XlaKernels().rotate(x.astype(jnp.float32), norm, sin, cos)
     assert found.shape == exact.shape
     return np.max(np.abs(np.asarray(found - exact)))
 
@@ -44,21 +43,15 @@ def differs(kernels, arguments, options):
 )
 def test_heads_are_rotated_after_their_norm(arguments, atol, monkeypatch):
     monkeypatch.setattr(rotate, "_MAX_STEP_TOKENS", 64)  # several steps
-    assert differs(KERNELS, arguments, Options(Layout.TOKENS_FIRST)) < atol
+    assert differs(KERNELS, arguments) < atol
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arguments", "is_batch_invariant"),
-    [
-        (case(8, 2, 128, jnp.bfloat16), False),
-        (case(128, 2, 64, jnp.bfloat16), False),
-        (case(128, 2, 128, jnp.bfloat16), True),
-    ],
-    ids=["part_of_a_tile", "narrow_heads", "batch_invariant"],
+    "arguments",
+    [case(8, 2, 128, jnp.bfloat16), case(128, 2, 64, jnp.bfloat16)],
+    ids=["part_of_a_tile", "narrow_heads"],
 )
-def test_other_heads_are_left_to_xla(arguments, is_batch_invariant):
-    options = Options(Layout.TOKENS_FIRST, is_batch_invariant)
-    x, norm, sin, cos = arguments
-    found, same = (each.rotate(x, norm, sin, cos, options) for each in (KERNELS, XlaKernels()))
+def test_other_heads_are_left_to_xla(arguments):
+    found, same = (each.rotate(*arguments) for each in (KERNELS, XlaKernels()))
     np.testing.assert_array_equal(np.asarray(found), np.asarray(same))

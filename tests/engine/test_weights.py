@@ -171,34 +171,13 @@ class TestRules:
 
 
 class TestApply:
-    def test_transpose_hook_reshape_cast_and_physical_transpose(self):
+    def test_transpose_hook_reshape_and_cast(self):
         x = np.random.default_rng(0).normal(size=(3, 4, 5)).astype(np.float32)
         rules = [Rule("x", "y", (2, 0, 1), lambda a: a * 2)]
-        made = sync({"x": x}, rules, {"y": target((5, 12), form=Form.TRANSPOSED, dtype="bfloat16")})
-        expected = (x.transpose(2, 0, 1) * 2).reshape(5, 12).T.astype(jnp.bfloat16)
+        made = sync({"x": x}, rules, {"y": target((5, 12), dtype="bfloat16")})
+        expected = (x.transpose(2, 0, 1) * 2).reshape(5, 12).astype(jnp.bfloat16)
         assert made["y"].dtype == jnp.bfloat16
         np.testing.assert_array_equal(np.asarray(made["y"]), expected)
-
-    @pytest.mark.parametrize(
-        "dtypes", [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32")]
-    )
-    @pytest.mark.parametrize(
-        ("source", "shape"),
-        [
-            *((s, s) for s in [(3, 64), (64, 3), (5, 192), (2, 96), (1, 64), (130, 64)]),
-            ((6, 2, 5), (6, 10)),  # heads joined behind the split
-            ((2, 5, 6), (10, 6)),  # and before it
-            ((2, 3, 2, 5), (6, 10)),
-            ((60,), (6, 10)),  # no axis ends at the split
-        ],
-    )
-    def test_physical_transpose_of_any_shape_and_dtype(self, source, shape, dtypes):
-        x = np.random.default_rng(0).normal(size=source).astype(dtypes[0])
-        made = sync(
-            {"x": x}, [Rule("x", "x")], {"x": target(shape, form=Form.TRANSPOSED, dtype=dtypes[1])}
-        )
-        assert made["x"].dtype == dtypes[1]
-        np.testing.assert_array_equal(made["x"], x.reshape(shape).T.astype(dtypes[1]))
 
     def test_alias_names_the_target(self):
         made = sync(
@@ -218,7 +197,7 @@ class TestApply:
 
     def test_never_aliases_the_source(self):
         source = {"x": jnp.arange(8.0).reshape(2, 4), "y": jnp.ones((4, 4))}
-        targets = {"x": target((2, 4)), "y": target((4, 4), form=Form.TRANSPOSED)}
+        targets = {"x": target((2, 4)), "y": target((4, 4))}
         made = sync(source, [Rule("*", "*")], targets)
         for name, array in made.items():
             assert array.unsafe_buffer_pointer() != source[name].unsafe_buffer_pointer()
@@ -271,7 +250,7 @@ class TestKnownPlan:
         assert 0 < many - few <= 8
 
 
-FORMS = (Form.LOGICAL, Form.TRANSPOSED, Form.PANELS)
+FORMS = (Form.LOGICAL, Form.PANELS, Form.TABLE_PANELS)
 LAYERS = {f"model.layers.{i}.w": target((5, 12), form=form) for i, form in enumerate(FORMS)}
 
 
@@ -423,7 +402,7 @@ FUSED_RULES = (
     LoraRule("w", "a", "b", 2.0, (2,)),
 )
 FUSED = {
-    "k": target((6, 20), form=Form.TRANSPOSED),
+    "k": target((6, 20)),
     "v": target((6, 20), dtype="bfloat16"),
     "norm": target((20,)),
 }

@@ -27,6 +27,7 @@ from sgljax_engine.cache.window import NONE, NUM_NULL, WindowPages, WindowSizes
 from tests import inside
 from tests.devices import run_python
 from tests.engine.models import SHARED_KEYS, TINY, random_prompts, spread_weights
+from tests.engine.native_cases import needs_machine_code
 from tests.engine.stepping import SteppedEngine
 from tests.geometry import RETRACTING, SMALL, other
 from tests.real_configs import real_config
@@ -81,14 +82,13 @@ class TestEngine:
         ("options", "is_scarce"),
         [
             ({}, False),
-            pytest.param({"attention_backend": "xla_rows"}, False, marks=pytest.mark.soak),
             pytest.param(
                 other("pages run out though all have windows", RETRACTING, num_kv_tokens=520),
                 True,
                 marks=pytest.mark.slow,
             ),
         ],
-        ids=["small", "rows", "retracted"],
+        ids=["small", "retracted"],
     )
     def test_same_tokens_at_sixteen_times_the_window(self, options, is_scarce, expected):
         with make(**options) as engine:
@@ -123,25 +123,17 @@ class TestEngine:
         assert memory.saved_window_bytes > memory.kv_bytes / 2
 
     @pytest.mark.slow
+    @needs_machine_code
     def test_deterministic_samples_are_the_same(self):
         params = SamplingParams(temperature=1.0, max_new_tokens=100, ignore_eos=True)
         found = []
         for is_off in (True, False):
-            with make(
-                disable_hybrid_swa_memory=is_off, enable_deterministic_sampling=True, random_seed=3
-            ) as engine:
+            with make(disable_hybrid_swa_memory=is_off, random_seed=3) as engine:
                 outputs = engine.generate_requests(prompts(), params)
                 found.append([(out.output_ids, out.logprobs) for out in outputs])
         assert found[0] == found[1]
 
-    @pytest.mark.parametrize(
-        "backend",
-        [
-            "auto",
-            pytest.param("xla", marks=pytest.mark.soak),
-            pytest.param("xla_rows", marks=pytest.mark.soak),
-        ],
-    )
+    @pytest.mark.parametrize("backend", ["auto", pytest.param("xla", marks=pytest.mark.soak)])
     def test_what_is_in_free_pages_does_not_matter(self, backend, expected):
         """NaN everywhere but in the null page, such as another request's keys could be."""
         with make(attention_backend=backend) as engine:
@@ -181,15 +173,6 @@ class TestEngine:
         engine.step(10_000)
         found = [future.result(0).output_ids for future in futures]
         assert found == [output.output_ids for output in expected]
-
-    def test_checkpoints_leave_pages_out(self, tmp_path, caplog):
-        with make() as engine:
-            engine.generate_requests(prompts(), GREEDY)
-            engine.save_checkpoint(tmp_path, include_kv=True)
-        assert "pages of sliding windows are not saved" in caplog.text
-        with make() as engine:
-            engine.restore_checkpoint(tmp_path)
-            assert pool_of(engine).num_cached == 0
 
 
 class TestSizes:

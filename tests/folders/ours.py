@@ -11,15 +11,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from sgljax_engine.layers.tiles import Together
 
 from sgljax_engine import EngineConfig, ModelConfig, load_model_config
-from sgljax_engine.attention.base import AttentionOptions, BlockTables
+from sgljax_engine.attention.base import AttentionOptions, BlockTables, NewTokens
 from sgljax_engine.builder.adapters import adapter_source
 from sgljax_engine.builder.sources import folder_weights, pick_dtype
-from sgljax_engine.layers.basic import Layout
+from sgljax_engine.cache.layer_states import LayerState, state_shapes
 from sgljax_engine.models.registry import get_model
-from sgljax_engine.models.spec import LayerCache, ModelContext, NewKV
+from sgljax_engine.models.spec import ModelContext, Pass
 from sgljax_engine.runner.programs.recur import block_recur
 from sgljax_engine.weights.forms import Form
 from sgljax_engine.weights.hf_files import mapped_tensors
@@ -100,15 +99,18 @@ def logprobs(found: Found) -> np.ndarray:
     """
     model = found.model
     definition = get_model(model.architecture)
-    context = ModelContext(model, Layout.TOKENS_FIRST)
+    context = ModelContext(model)
     num_tokens = len(TOKENS)
     positions = np.arange(num_tokens, dtype=np.int32)
 
     def attend(
-        q: jax.Array, new: NewKV | None, layer: LayerCache | None, options: AttentionOptions
-    ) -> tuple[jax.Array, LayerCache]:
-        cache: Any = layer if new is None else new
-        k, v = cache
+        tokens: jax.Array | NewTokens, layer: Any, options: AttentionOptions
+    ) -> tuple[jax.Array, Any]:
+        if isinstance(tokens, NewTokens):
+            q, layer = tokens.q, (tokens.k, tokens.v)
+        else:
+            q = tokens
+        k, v = layer
         group = q.shape[1] // k.shape[1]
         k, v = (jnp.repeat(x, group, axis=1) for x in (k, v))
         scores = jnp.einsum("qhd,khd->hqk", q, k) * options.scale
@@ -119,26 +121,21 @@ def logprobs(found: Found) -> np.ndarray:
         if options.sliding_window is not None:
             seen &= behind < options.sliding_window
         weights = jax.nn.softmax(jnp.where(seen, scores, _MASKED), axis=-1)
-        return jnp.einsum("hqk,khd->qhd", weights, v), cache
+        return jnp.einsum("hqk,khd->qhd", weights, v), layer
 
+    caches: list[Any] = [None] * len(model.cached_layers)
     net, recur = model.linear_attention, None
     if net is not None:
         table = jnp.zeros((1, 1), jnp.int32)
         tables = BlockTables(table, jnp.asarray(positions)[None], jnp.full(1, num_tokens))
-        recur = block_recur(net, tables, None)
-    tokens = Together(jnp.ones(num_tokens, bool) if context.has_experts else None)
+        recur = block_recur(net, tables, jnp.zeros(1, jnp.int32))
+        state = LayerState(*(jnp.zeros(shape, jnp.float32) for shape in state_shapes(net, 1)))
+        caches += [state] * len(model.state_layers)
+    tokens = Pass(jnp.asarray(TOKENS), jnp.asarray(positions), attend, tuple(caches), recur=recur)
+    params = {name: jnp.asarray(x) for name, x in found.weights.items()}
     with jax.disable_jit():
-        logits, _ = definition.token_logits(
-            {name: jnp.asarray(x) for name, x in found.weights.items()},
-            context,
-            jnp.asarray(TOKENS),
-            jnp.asarray(positions),
-            attend,
-            None,
-            tokens,
-            None,
-            recur,
-        )
+        hidden = definition.forward(params, context, tokens).hidden
+        logits = definition.logits(params, context, hidden, None)
     wide = np.asarray(logits, np.float64)[:-1]
     wide -= wide.max(axis=-1, keepdims=True)
     wide -= np.log(np.exp(wide).sum(axis=-1, keepdims=True))

@@ -1,6 +1,6 @@
-"""Writes what transformers' ResponseParser makes of the replies of tests/server/replies.py.
+"""Writes what transformers' ResponseParser makes of the replies of tests/replies/forms.py.
 
-    python -m tests.server.response_answers | \
+    python -m tests.replies.templates | \
         OTHER_PYTHON -m tests.golden.make_response_goldens tests/golden/response_parser.json
 
 `OTHER_PYTHON` has transformers >= 5.13, which cannot be installed beside Tunix. It gets our
@@ -21,7 +21,7 @@ from typing import Any
 import transformers
 from transformers.utils.chat_parsing import parse_response
 
-from tests.server.replies import NUM_REPLIES, TOOLS, digest, make_reply, normal_form
+from tests.replies.forms import NUM_REPLIES, TOOLS, digest, make_reply, normal_form
 
 
 def answer(reply: Any, template: Any) -> int:

@@ -12,9 +12,9 @@ import pytest
 
 from sgljax_engine.processing.hf_tokenizer import HFTokenizer
 from sgljax_engine.processing.incremental_text import TextStream
-from sgljax_engine.server.openai.reply_formats import find_format
-from sgljax_engine.server.openai.response_parser import ResponseParser
-from sgljax_engine.server.openai.response_values import Call
+from sgljax_engine.replies.formats import find_format
+from sgljax_engine.replies.parser import ResponseParser
+from sgljax_engine.replies.values import Call
 from tests.golden import smollm2_texts as texts
 from tests.server.served import events_of, serving
 

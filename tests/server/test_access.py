@@ -11,7 +11,6 @@ import pytest
 from fastapi import FastAPI
 
 from sgljax_engine.server import ServerConfig, create_app
-from tests.engine.interrupts import make_engine
 from tests.server.served import serving
 from tests.threads import LIMIT_S
 
@@ -30,12 +29,6 @@ ADMIN = (
 DATA = (("GET", "/get_server_info"), ("POST", "/generate"), ("POST", "/v1/completions"))
 ENDS = ("", "%0A", "%0a?x=1", "/", "%2F", "%00", ";a=b", "%0D", "%0A%0A", "%C2%85", "%E2%80%A8")
 STARTS = ("", "/", "/.", "/x/..", "%2F", "/%0A", "http://x")
-
-
-@pytest.fixture(scope="module")
-def engine():
-    with make_engine() as engine:
-        yield engine
 
 
 def status_of(served, method, target, headers):

@@ -168,16 +168,6 @@ class TestBodies:
             response = http.post(f"{served.url}/generate", content=parts())
         assert response.status_code == 413
 
-    @pytest.mark.parametrize(
-        "content",
-        [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"text": "\\ud800"}', b"[" * 10_000],
-    )
-    def test_no_request(self, served, content):
-        headers = {"content-type": "application/json"}
-        response = served.http.post("/generate", content=content, headers=headers)
-        assert response.status_code == 400, response.text
-        assert response.json()["error"]["message"]
-
     def test_slow(self, shared):
         with serving(shared.engine, body_timeout_s=0.05) as slow:
             sent = socket.create_connection(("127.0.0.1", slow.server.port))
@@ -244,20 +234,22 @@ class TestOtherSites:
             {"origin": "null"},
             {"host": "evil.example:30000"},
             {"origin": "http://evil.example", "host": "evil.example"},
+            {"sec-fetch-site": "cross-site"},
+            {"sec-fetch-site": "same-site"},
         ],
     )
     def test_are_refused(self, served, headers):
-        response = served.http.post("/pause_generation", headers=headers)
-        assert response.status_code == 403
+        """Also a GET, as pictures send it."""
+        assert served.get("/flush_cache", headers=headers).status_code == 403
+        assert served.http.post("/pause_generation", headers=headers).status_code == 403
         assert not served.engine.get_internal_state().is_paused
 
     def test_its_own_page_is_not(self, served):
         host = served.url.removeprefix("http://")
-        response = served.http.post("/continue_generation", headers={"origin": f"http://{host}"})
+        headers = {"origin": f"http://{host}", "sec-fetch-site": "same-origin"}
+        response = served.http.post("/continue_generation", headers=headers)
         assert response.status_code == 200
-
-    def test_no_site_may_read(self, served):
-        assert not [name for name in served.get("/health").headers if "access-control" in name]
+        assert not [name for name in response.headers if "access-control" in name]
 
 
 class TestConfig:
@@ -576,16 +568,6 @@ class TestHostileClients:
             response = served.post("/update_weights_from_disk", {"model_path": "model"})
             assert response.status_code == 400
             assert golden.weight_version == version
-
-    def test_pictures_on_other_sites(self, served):
-        for site in ("cross-site", "same-site"):
-            response = served.get("/flush_cache", headers={"sec-fetch-site": site})
-            assert response.status_code == 403
-        assert served.get("/health", headers={"sec-fetch-site": "same-origin"}).status_code == 200
-
-    def test_many_wrong_ids_make_one_error(self, served):
-        body = {"input_ids": [-1] * 3000}
-        assert served.post("/generate", body).status_code == 400
 
     def test_many_stop_strings(self, served):
         body = {"input_ids": [5], "sampling_params": {"stop": ["a"] * 65}}

@@ -15,15 +15,8 @@ import pytest
 
 from sgljax_engine import InvalidConfigError
 from sgljax_engine.server import ServerConfig
-from tests.engine.interrupts import make_engine
 from tests.server.served import serving
 from tests.threads import LIMIT_S, running, wait_for
-
-
-@pytest.fixture(scope="module")
-def engine():
-    with make_engine() as engine:
-        yield engine
 
 
 def connect(served) -> socket.socket:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,11 @@ from openai.types.completion_create_params import CompletionCreateParamsBase as 
 from pydantic import ValidationError
 
 from sgljax_engine import FOREIGN_FIELDS, SamplingParams
+from sgljax_engine.server.chat import ChatRequest
+from sgljax_engine.server.completions import CompletionRequest
+from sgljax_engine.server.conversation import Message, Tokenize
 from sgljax_engine.server.fields import FOREIGN_FIELD
-from sgljax_engine.server.openai.messages import Message
-from sgljax_engine.server.openai.schemas import ChatRequest, CompletionRequest
-from sgljax_engine.server.sglang.schemas import SGLangSampling
-from sgljax_engine.server.vllm import Tokenize
-from tests.server.served import served_golden
+from sgljax_engine.server.sglang import SGLangSampling
 
 ROOT = Path(__file__).parents[2]
 _SPEC = importlib.util.spec_from_file_location("maker", ROOT / "docs/make_server_fields.py")
@@ -43,12 +43,6 @@ PLAIN = {
     "/v1/completions": {"prompt": "the fox", "temperature": 0, "max_tokens": 4},
     "/v1/chat/completions": {"messages": [MESSAGE], "temperature": 0, "max_tokens": 4},
 }
-
-
-@pytest.fixture(scope="module")
-def served():
-    with served_golden() as served:
-        yield served
 
 
 def test_the_page_is_up_to_date():
@@ -187,3 +181,22 @@ class TestTokenNames:
             assert sorted(found.values()) == pytest.approx(sorted(e[0] for e in entries), abs=1e-4)
             likeliest = max((e for e in entries), key=lambda e: e[0])
             assert found[engine.detokenize([likeliest[1]])] == pytest.approx(likeliest[0], abs=1e-4)
+
+
+class TestRoutesOfThePage:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def listed(cls):
+        """Routes of the tables' lines, by whether the page says that they are there."""
+        found: dict[str, set[str]] = {"yes": set(), "no": set()}
+        for line in maker.OUTPUT.read_text(encoding="utf-8").splitlines():
+            if line.startswith("| `/"):
+                _, routes, status, *_ = line.split("|")
+                found[status.split()[0].strip(":,;.")] |= set(re.findall(r"/[a-z0-9_/{}]+", routes))
+        return found
+
+    def test_every_route_is_in_a_table(self, served, listed):
+        routes = set(served.get("/openapi.json").json()["paths"])
+        assert listed["yes"] == routes
+        assert listed["no"]
+        assert not listed["no"] & routes

@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 
-from tests.server.served import FOLDER, served_golden
+from tests.server.served import FOLDER, serving
 from tests.threads import LIMIT_S, start
 
 SURROGATE = "a\ud800b"
@@ -21,8 +21,8 @@ def root(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def served(root):
-    with served_golden(weights_root=root) as served:
+def served(golden, root):
+    with serving(golden, weights_root=root) as served:
         yield served
 
 
@@ -98,7 +98,7 @@ def test_bad_weights_are_a_400_without_the_servers_paths(served, root, kind, cap
 
 
 def test_a_template_that_does_not_end(served, monkeypatch):
-    monkeypatch.setattr("sgljax_engine.server.prepared.TEMPLATE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("sgljax_engine.server.context.TEMPLATE_TIMEOUT_S", 0.2)
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     tokenizer = served.engine._tokenizer._tokenizer
     body = {"messages": [{"role": "user", "content": "hi"}]}
@@ -118,3 +118,14 @@ def test_a_template_that_does_not_end(served, monkeypatch):
         tokenizer.chat_template = template
     monkeypatch.undo()
     assert served.ok("/tokenize", body)["count"]
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("given", ["", "application/x-www-form-urlencoded"])
+def test_another_content_type_is_named(served, path, given):
+    headers = {"content-type": given} if given else {}
+    reply = served.http.post(path, content=b'{"text": "a"}', headers=headers)
+    assert reply.status_code == 400
+    told = f"got {given!r}" if given else "none was sent"
+    message = f"the header Content-Type must be application/json, {told}"
+    assert reply.json()["error"]["message"] == message

@@ -9,10 +9,6 @@ from typing import Any
 import openai
 import pytest
 
-from sgljax_engine import Engine
-from tests.geometry import SMALL
-from tests.server.scripted import ScriptedTokenizer
-from tests.server.served import FOLDER, serving
 from tests.server.test_node_client import ask
 
 pytestmark = pytest.mark.slow
@@ -36,17 +32,6 @@ TOOL: Any = {
         },
     },
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return ScriptedTokenizer()
-
-
-@pytest.fixture(scope="module")
-def served(tokenizer):
-    with Engine(FOLDER, tokenizer=tokenizer, **SMALL) as engine, serving(engine) as served:
-        yield served
 
 
 @pytest.fixture
@@ -79,35 +64,20 @@ def messages_of(message: Any) -> list[Any]:
     return [{"role": "user", "content": QUESTION}, message, result]
 
 
-def test_openai_for_python(served, tokenizer, added):
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
-
-        def turn(messages: list[Any]) -> Any:
-            options = {**SETTINGS, "model": "policy", "tools": [TOOL], "extra_body": BODY}
-            reply: Any = client.chat.completions.create(messages=messages, **options)
-            return reply.choices[0]
-
-        choice = turn([{"role": "user", "content": QUESTION}])
-        assert choice.finish_reason == "length"  # the script is a character a token
-        messages = messages_of(choice.message.model_dump(exclude_none=True))
-        tokenizer.text = ANSWER
-        assert turn(messages).message.content == ANSWER
-
-
-def test_openai_for_node(served, tokenizer, added):
+def test_openai_for_node(scripted, tokenizer, added):
     options = {**SETTINGS, **BODY, "model": "policy", "tools": [TOOL]}
-    reply = ask(served, "chat", messages=[{"role": "user", "content": QUESTION}], **options)
+    reply = ask(scripted, "chat", messages=[{"role": "user", "content": QUESTION}], **options)
     messages = messages_of(reply["choices"][0]["message"])
     tokenizer.text = ANSWER
-    reply = ask(served, "chat", messages=messages, **options)
+    reply = ask(scripted, "chat", messages=messages, **options)
     assert reply["choices"][0]["message"]["content"] == ANSWER
 
 
-def run_agent(served, run) -> str:
+def run_agent(scripted, run) -> str:
     """What an agent answers; its client is closed in the loop that it was used in."""
 
     async def with_client() -> str:
-        url = f"{served.url}/v1"
+        url = f"{scripted.url}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
             return await run(client)
 
@@ -115,7 +85,7 @@ def run_agent(served, run) -> str:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_openai_agents(served, tokenizer, added, is_streamed):
+def test_openai_agents(scripted, tokenizer, added, is_streamed):
     import agents
 
     agents.set_tracing_disabled(True)
@@ -134,12 +104,12 @@ def test_openai_agents(served, tokenizer, added, is_streamed):
             pass
         return result.final_output
 
-    assert run_agent(served, run) == ANSWER
+    assert run_agent(scripted, run) == ANSWER
     assert added == [(1, 2, "\u5143")]
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_pydantic_ai(served, tokenizer, added, is_streamed):
+def test_pydantic_ai(scripted, tokenizer, added, is_streamed):
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
@@ -158,5 +128,5 @@ def test_pydantic_ai(served, tokenizer, added, is_streamed):
         handler = drain if is_streamed else None  # one makes it stream
         return (await agent.run(QUESTION, event_stream_handler=handler)).output
 
-    assert run_agent(served, run) == ANSWER
+    assert run_agent(scripted, run) == ANSWER
     assert added == [(1, 2, "\u5143")]

@@ -16,19 +16,19 @@ from sgljax_engine import MAX_TOP_LOGPROBS
 from sgljax_engine.processing.bounded_text import MAX_CHARS_PER_TOKEN
 from sgljax_engine.processing.conversation import MAX_TURNS
 from sgljax_engine.sampling_params import MAX_STOP_STRING_LEN, MAX_STOP_STRINGS
-from sgljax_engine.server import ServerConfig, connections, json_body
-from sgljax_engine.server.json_body import read_body
-from sgljax_engine.server.limits import (
+from sgljax_engine.server import ServerConfig, connections
+from sgljax_engine.server import body as body_module
+from sgljax_engine.server.body import (
     MAX_FIELDS,
     MAX_MESSAGES,
     MAX_TOOLS,
-    TEMPLATE_TIMEOUT_S,
     TOKENIZE_FACTOR,
     BodyLimits,
+    read_body,
 )
-from sgljax_engine.server.replies import HTTPError
-from sgljax_engine.server.workers import TooSlowError, Workers
-from tests.server.served import served_golden
+from sgljax_engine.server.context import TEMPLATE_TIMEOUT_S, TooSlowError, Workers
+from sgljax_engine.server.responses import HTTPError
+from tests.server.served import serving
 from tests.threads import LIMIT_S
 
 ANY = TypeAdapter(object)
@@ -52,8 +52,8 @@ PIECES = [
 
 
 @pytest.fixture(scope="module")
-def served():
-    with served_golden(max_requests=8) as served:
+def served(golden):
+    with serving(golden, max_requests=8) as served:
         yield served
 
 
@@ -89,28 +89,28 @@ def counts(value) -> dict[str, int]:
 
 @pytest.mark.parametrize("slice_bytes", [1, 2, 3, 7, 1 << 18])
 def test_counts_are_those_of_the_parsed_value(monkeypatch, slice_bytes):
-    monkeypatch.setattr(json_body, "_SLICE_BYTES", slice_bytes)
+    monkeypatch.setattr(body_module, "_SLICE_BYTES", slice_bytes)
     rng = random.Random(slice_bytes)
     for _ in range(300):
         value = made(rng)
         body = json.dumps(value, ensure_ascii=rng.random() < 0.5).encode("utf-8", "replace")
         for name, count in counts(json.loads(body)).items():
             limits = {**WIDE, f"max_{name}": count}
-            json_body._check_counts(body, BodyLimits(**limits))
+            body_module._check_counts(body, BodyLimits(**limits))
             if count:
                 limits[f"max_{name}"] = count - 1
                 with pytest.raises(HTTPError, match=f"more than {count - 1} "):
-                    json_body._check_counts(body, BodyLimits(**limits))
+                    body_module._check_counts(body, BodyLimits(**limits))
 
 
 @pytest.mark.parametrize("slice_bytes", [1, 2, 5, 1 << 18])
 def test_lists_and_strings_that_go_on_in_another_slice(monkeypatch, slice_bytes):
-    monkeypatch.setattr(json_body, "_SLICE_BYTES", slice_bytes)
+    monkeypatch.setattr(body_module, "_SLICE_BYTES", slice_bytes)
     body = json.dumps([[1] * 7, ['ab\\"]', "c" * 9], "\u6f22", {"x": [2] * 8}, 3]).encode()
     for name, count in {"max_entries": 8, "max_literal_bytes": 9}.items():
-        json_body._check_counts(body, BodyLimits(**{**WIDE, name: count}))
+        body_module._check_counts(body, BodyLimits(**{**WIDE, name: count}))
         with pytest.raises(HTTPError, match=f"more than {count - 1} "):
-            json_body._check_counts(body, BodyLimits(**{**WIDE, name: count - 1}))
+            body_module._check_counts(body, BodyLimits(**{**WIDE, name: count - 1}))
 
 
 @pytest.mark.parametrize(
@@ -250,21 +250,16 @@ class TestWorkers:
                     await workers.run(endless, 0.01)
             return await workers.run(threading.current_thread)
 
-        assert asyncio.run(run()).name.startswith("sgljax-server-worker-")
+        assert asyncio.run(run()) is not threading.main_thread()
         assert seen
 
-    def test_closing_ends_the_threads(self):
+    def test_threads_end_with_the_event_loop(self):
         async def run():
-            workers = Workers()
-            first = await workers.run(threading.current_thread)
-            workers.close()
-            second = await workers.run(threading.current_thread)  # it can be used again
-            del workers
-            return first, second
+            return await Workers().run(threading.current_thread)
 
-        for thread in asyncio.run(run()):
-            thread.join(LIMIT_S)
-            assert not thread.is_alive()
+        thread = asyncio.run(run())
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
 
     def test_results_and_errors(self):
         async def run():

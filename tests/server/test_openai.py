@@ -8,19 +8,10 @@ from typing import Any
 import openai
 import pytest
 
-from sgljax_engine import Engine
-from tests.geometry import SMALL
-from tests.server.scripted import CALL, TOOLS, ScriptedTokenizer
-from tests.server.served import FOLDER, serving
+from tests.server.scripted import CALL, TOOLS
 
 ASK: list[Any] = [{"role": "user", "content": "hi"}]
 IDS = {"return_token_ids": True, "return_weight_versions": True}
-
-
-@pytest.fixture(scope="module")
-def served():
-    with Engine(FOLDER, **SMALL) as engine, serving(engine) as served:
-        yield served
 
 
 @pytest.fixture(scope="module")
@@ -379,19 +370,14 @@ class TestTokenExactTurns:
 
 
 @pytest.fixture(scope="module")
-def scripted():
-    scripted = ScriptedTokenizer()
-    with (
-        Engine(FOLDER, tokenizer=scripted, **SMALL) as engine,
-        serving(engine) as served,
-        openai.OpenAI(base_url=f"{served.url}/v1", api_key="none") as client,
-    ):
-        yield scripted, client
+def script(tokenizer, scripted):
+    with openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="none") as client:
+        yield tokenizer, client
 
 
 class TestToolsAndThoughts:
-    def ask(self, scripted, text, **options) -> Any:
-        tokenizer, client = scripted
+    def ask(self, script, text, **options) -> Any:
+        tokenizer, client = script
         tokenizer.text = text
         try:
             fields = {"max_completion_tokens": len(text), "extra_body": {"ignore_eos": True}}
@@ -400,25 +386,25 @@ class TestToolsAndThoughts:
         finally:
             tokenizer.text = ""
 
-    def test_a_call(self, scripted):
+    def test_a_call(self, script):
         text = f"I add.<tool_call>\n{CALL}\n</tool_call>"
-        (choice,) = self.ask(scripted, text, tools=TOOLS).choices
+        (choice,) = self.ask(script, text, tools=TOOLS).choices
         (call,) = choice.message.tool_calls
         assert choice.message.content == "I add."
         assert (call.type, call.function.name) == ("function", "add")
         assert call.function.arguments == '{"x": 1}'
 
-    def test_calls_come_back_into_the_template(self, scripted):
+    def test_calls_come_back_into_the_template(self, script):
         text = f"<tool_call>\n{CALL}\n</tool_call>"
-        message = self.ask(scripted, text, tools=TOOLS).choices[0].message
+        message = self.ask(script, text, tools=TOOLS).choices[0].message
         assert message.content is None
-        _, client = scripted
+        _, client = script
         result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "2"}
         assert chat(client, [*ASK, message, result], tools=TOOLS).choices
 
-    def test_a_stream_of_calls(self, scripted):
+    def test_a_stream_of_calls(self, script):
         text = f"So:<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>"
-        chunks = self.ask(scripted, text, tools=TOOLS, stream=True)
+        chunks = self.ask(script, text, tools=TOOLS, stream=True)
         deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
         assert "".join(delta.content or "" for delta in deltas) == "So:"
         calls = [call for delta in deltas for call in delta.tool_calls or []]
@@ -436,19 +422,19 @@ class TestToolsAndThoughts:
         ],
     )
     @pytest.mark.parametrize("with_ids", [True, False])
-    def test_every_reply_may_come_back(self, scripted, text, with_ids):
+    def test_every_reply_may_come_back(self, script, text, with_ids):
         body = {"ignore_eos": True, "return_token_ids": with_ids}
-        message = self.ask(scripted, text, tools=TOOLS, extra_body=body).choices[0].message
+        message = self.ask(script, text, tools=TOOLS, extra_body=body).choices[0].message
         for call in message.tool_calls or []:
             assert isinstance(json.loads(call.function.arguments), dict)
-        _, client = scripted
+        _, client = script
         answer = [{"role": "tool", "tool_call_id": "x", "content": "2"}]
         later = answer if message.tool_calls else ASK
         for given in (message, message.model_dump(exclude_none=True)):
             assert chat(client, [*ASK, given, *later], tools=TOOLS).choices
 
-    def test_strict_tools_and_other_names_of_thoughts(self, scripted, caplog):
-        _, client = scripted
+    def test_strict_tools_and_other_names_of_thoughts(self, script, caplog):
+        _, client = script
         strict = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}]
         for thoughts in ({"reasoning": "hm"}, {"reasoning": "hm", "reasoning_content": "hm"}):
             message = {"role": "assistant", "content": "x", **thoughts}
@@ -458,21 +444,21 @@ class TestToolsAndThoughts:
         with pytest.raises(openai.BadRequestError, match=r"1\.reasoning contradicts"):
             chat(client, [*ASK, message, *ASK])
 
-    def test_a_template_for_tools_of_its_own(self, scripted):
-        tokenizer, _ = scripted
+    def test_a_template_for_tools_of_its_own(self, script):
+        tokenizer, _ = script
         inner = tokenizer._tokenizer
         template = inner.chat_template
         inner.chat_template = {"default": "{{ messages[0].content }}", "tool_use": template}
         try:
-            message = self.ask(scripted, f"<tool_call>{CALL}</tool_call>", tools=TOOLS)
+            message = self.ask(script, f"<tool_call>{CALL}</tool_call>", tools=TOOLS)
             assert message.choices[0].message.tool_calls
         finally:
             inner.chat_template = template
 
     @pytest.mark.parametrize("arguments", ['{"v": ', "hello", [1], "[1]", None, "", '{"x": 1}'])
-    def test_history_with_any_arguments(self, scripted, arguments):
+    def test_history_with_any_arguments(self, script, arguments):
         """Also of other servers: the template gets what is there."""
-        tokenizer, client = scripted
+        tokenizer, client = script
         call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
         message = {"role": "assistant", "content": None, "tool_calls": [call]}
         assert chat(client, [*ASK, message, *ASK], tools=TOOLS).choices
@@ -480,51 +466,51 @@ class TestToolsAndThoughts:
         reply = chat(client, [*ASK, message, *ASK], tools=TOOLS, extra_body=IDS)
         assert reply.choices
 
-    def test_a_call_in_thoughts_that_are_never_closed(self, scripted):
+    def test_a_call_in_thoughts_that_are_never_closed(self, script):
         text = f"I add.<tool_call>{CALL}</tool_call>"
         body = {"ignore_eos": True, "chat_template_kwargs": {"think": True}}
-        (choice,) = self.ask(scripted, text, tools=TOOLS, extra_body=body).choices
+        (choice,) = self.ask(script, text, tools=TOOLS, extra_body=body).choices
         assert [call.function.name for call in choice.message.tool_calls] == ["add"]
         assert (choice.message.content, choice.message.reasoning_content) == (None, "I add.")
-        chunks = self.ask(scripted, text, tools=TOOLS, extra_body=body, stream=True)
+        chunks = self.ask(script, text, tools=TOOLS, extra_body=body, stream=True)
         deltas = [each.delta for chunk in chunks for each in chunk.choices]
         assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "I add."
         calls = [call for delta in deltas for call in delta.tool_calls or []]
         assert [call.function.name for call in calls] == ["add"]
 
-    def test_one_call_where_parallel_ones_are_not_wanted(self, scripted):
+    def test_one_call_where_parallel_ones_are_not_wanted(self, script):
         text = f"<tool_call>{CALL}</tool_call>" * 2
         for stream in (True, False):
-            reply = self.ask(scripted, text, tools=TOOLS, parallel_tool_calls=False, stream=stream)
+            reply = self.ask(script, text, tools=TOOLS, parallel_tool_calls=False, stream=stream)
             chunks = reply if stream else [reply]
             parts = [each for chunk in chunks for each in chunk.choices]
             parts = [each.delta if stream else each.message for each in parts]
             assert sum(len(part.tool_calls or []) for part in parts) == 1
 
-    def test_without_tools_it_is_content(self, scripted):
+    def test_without_tools_it_is_content(self, script):
         text = f"<tool_call>{CALL}</tool_call>"
         for options in ({}, {"tools": TOOLS, "tool_choice": "none"}):
-            message = self.ask(scripted, text, **options).choices[0].message
+            message = self.ask(script, text, **options).choices[0].message
             assert message.content == text
             assert not message.tool_calls
 
-    def test_thoughts(self, scripted):
-        message = self.ask(scripted, "<think>hm</think>yes").choices[0].message
+    def test_thoughts(self, script):
+        message = self.ask(script, "<think>hm</think>yes").choices[0].message
         assert (message.content, message.reasoning_content) == ("yes", "hm")
 
-    def test_thoughts_that_the_prompt_opens(self, scripted):
+    def test_thoughts_that_the_prompt_opens(self, script):
         body = {"ignore_eos": True, "chat_template_kwargs": {"think": True}}
-        message = self.ask(scripted, "hm</think>yes", extra_body=body).choices[0].message
+        message = self.ask(script, "hm</think>yes", extra_body=body).choices[0].message
         assert (message.content, message.reasoning_content) == ("yes", "hm")
 
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize(
         "text", ["9.8 or 9?</think>It is 9.8.", "<think>9.8</think>It is 9.8."]
     )
-    def test_stop_strings_count_behind_thoughts(self, scripted, text, stream):
+    def test_stop_strings_count_behind_thoughts(self, script, text, stream):
         think = not text.startswith("<think>")
         body = {"ignore_eos": True, "chat_template_kwargs": {"think": think}}
-        reply = self.ask(scripted, text, extra_body=body, stop=["9.8"], stream=stream)
+        reply = self.ask(script, text, extra_body=body, stop=["9.8"], stream=stream)
         chunks = reply if stream else [reply]
         parts = [each for chunk in chunks for each in chunk.choices]
         assert parts[-1].finish_reason == "stop"
@@ -533,21 +519,21 @@ class TestToolsAndThoughts:
         reasoning = "".join(getattr(each, "reasoning_content", None) or "" for each in messages)
         assert reasoning == text.removeprefix("<think>").partition("</think>")[0]
 
-    def test_without_thoughts_stop_strings_count_at_once(self, scripted):
-        message = self.ask(scripted, "It is 9.8.", stop=["9.8"]).choices[0].message
+    def test_without_thoughts_stop_strings_count_at_once(self, script):
+        message = self.ask(script, "It is 9.8.", stop=["9.8"]).choices[0].message
         assert message.content == "It is "
         body = {"ignore_eos": True, "separate_reasoning": False}
         text = "<think>9.8</think>yes"
-        message = self.ask(scripted, text, stop=["9.8"], extra_body=body).choices[0].message
+        message = self.ask(script, text, stop=["9.8"], extra_body=body).choices[0].message
         assert message.content == "<think>"
 
-    def test_thoughts_in_a_stream(self, scripted):
-        chunks = self.ask(scripted, "<think>hm</think>yes", stream=True)
+    def test_thoughts_in_a_stream(self, script):
+        chunks = self.ask(script, "<think>hm</think>yes", stream=True)
         deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
         assert "".join(delta.content or "" for delta in deltas) == "yes"
         assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "hm"
 
-    def test_thoughts_may_stay_in_the_content(self, scripted):
+    def test_thoughts_may_stay_in_the_content(self, script):
         body = {"ignore_eos": True, "separate_reasoning": False}
-        message = self.ask(scripted, "<think>hm</think>yes", extra_body=body).choices[0].message
+        message = self.ask(script, "<think>hm</think>yes", extra_body=body).choices[0].message
         assert message.content == "<think>hm</think>yes"

@@ -47,8 +47,9 @@ class TestPauseContinue:
         busy = served.state()
         served.control("/pause_generation", {"mode": "retract"})
         state = served.state()
-        assert (busy["running_batch_size"], busy["waiting_queue_size"]) == (4, 0)
-        assert (state["running_batch_size"], state["waiting_queue_size"]) == (0, 4)
+        sizes = ("running_batch_size", "waiting_queue_size")
+        assert [busy[name] for name in sizes] == [4, 0]
+        assert [state[name] for name in sizes] == [0, 4]
         assert state["available_kv_tokens"] > busy["available_kv_tokens"]
         served.control("/continue_generation", {})
         assert tokens_of(results(calls)) == expected
@@ -60,7 +61,9 @@ class TestPauseContinue:
         state = served.state()
         for name in ("running_batch_size", "running_rids", "waiting_rids", "available_kv_tokens"):
             assert state[name] == busy[name], name
-        assert state["running_batch_size"] == 4
+        answer = served.get("/flush_cache")  # refused while requests hold pages
+        assert answer.status_code == 400
+        assert "Reason: 4 running request(s) hold KV pages" in answer.text
         served.control("/continue_generation", {})
         assert tokens_of(results(calls)) == expected
 
@@ -91,52 +94,27 @@ class TestPauseContinue:
 
 
 class TestFlushCache:
-    def test_1_flush_cache_after_generation(self, served):
-        fresh = served.state()
-        served.generate(SIX)
-        used = served.state()
-        assert used["tree_cache_size"] > 0
-        assert used["forward_ct_decode"] > 0
-        assert used["new_token_ratio"] < used["init_new_token_ratio"]
-        answer = served.http.post("/flush_cache")
-        assert answer.text.endswith(f"Flushed items: {used['tree_cache_size']}\n")
-        state = served.state()
-        assert state["available_kv_tokens"] == fresh["available_kv_tokens"]
-        for name in ("tree_cache_size", "req_to_token_pool_used", "forward_ct_decode"):
-            assert state[name] == 0, name
-        assert state["new_token_ratio"] == state["init_new_token_ratio"]
-
-    def test_2_flush_cache_clears_scheduling_state(self, served):
-        served.generate(SIX)
-        assert served.get("/flush_cache").status_code == 200
-        state = served.state()
-        assert state["running_batch_size"] == state["waiting_queue_size"] == 0
-        for name in ("cur_batch", "last_batch", "chunked_req"):
-            assert state[f"{name}_is_none"] is True, name
-
-    def test_3_generation_works_after_flush(self, served):
-        before = tokens_of(served.generate(SIX))
-        assert served.get("/flush_cache").status_code == 200
-        assert tokens_of(served.generate(SIX)) == before
-
-    def test_4_multiple_flush_cycles(self, served):
-        fresh = served.state()
+    def test_flush_cycles(self, served):
+        """Cases 1 to 4: what it frees, the state behind it, and equal tokens after it."""
+        fresh, before = served.state(), None
         for _ in range(3):
-            served.generate(SIX)
-            assert served.state()["tree_cache_size"] > 0
-            assert served.get("/flush_cache").status_code == 200
+            outputs = tokens_of(served.generate(SIX))
+            assert outputs == (before or outputs)
+            before = outputs
+            used = served.state()
+            assert used["tree_cache_size"] > 0
+            assert used["forward_ct_decode"] > 0
+            assert used["new_token_ratio"] < used["init_new_token_ratio"]
+            answer = served.http.post("/flush_cache")
+            assert answer.text.endswith(f"Flushed items: {used['tree_cache_size']}\n")
             state = served.state()
             assert state["available_kv_tokens"] == fresh["available_kv_tokens"]
-            assert state["tree_cache_size"] == state["forward_ct_decode"] == 0
-
-    def test_is_refused_while_requests_hold_pages(self, served, expected):
-        calls = start_generating(served, PROMPTS)
-        served.control("/pause_generation", {"mode": "in_place"})
-        answer = served.get("/flush_cache")
-        assert answer.status_code == 400
-        assert "Reason: 4 running request(s) hold KV pages" in answer.text
-        served.control("/continue_generation", {})
-        assert tokens_of(results(calls)) == expected
+            assert state["new_token_ratio"] == state["init_new_token_ratio"]
+            for name in ("tree_cache_size", "req_to_token_pool_used", "forward_ct_decode",
+                         "running_batch_size", "waiting_queue_size"):  # fmt: skip
+                assert state[name] == 0, name
+            for name in ("cur_batch", "last_batch", "chunked_req"):
+                assert state[f"{name}_is_none"] is True, name
 
 
 class TestDeterminism:
@@ -146,25 +124,19 @@ class TestDeterminism:
         served.control("/continue_generation", {})
         return results(calls)
 
-    @pytest.mark.parametrize("index", range(2))
-    def test_1_single_request_retract_vs_no_pause(self, served, expected, index):
-        (out,) = self.interrupted(served, [PROMPTS[index]], "retract")
-        assert out["output_ids"] == expected[index]
+    @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS[1:2], PROMPTS])
+    def test_1_and_3_retract_vs_no_pause(self, served, expected, prompts):
+        own = [expected[PROMPTS.index(prompt)] for prompt in prompts]
+        assert tokens_of(self.interrupted(served, prompts, "retract")) == own
 
-    def test_2_single_request_abort_vs_no_pause(self, served, expected):
-        (partial,) = self.interrupted(served, PROMPTS[:1], "abort")
-        count = len(partial["output_ids"])
-        assert 0 < count < len(expected[0])
-        assert partial["output_ids"] == expected[0][:count]
-        assert tokens_of(served.generate(PROMPTS[:1])) == expected[:1]
-
-    def test_3_multiple_requests_retract_vs_no_pause(self, served, expected):
-        assert tokens_of(self.interrupted(served, PROMPTS, "retract")) == expected
-
-    def test_4_multiple_requests_abort_vs_no_pause(self, served, expected):
-        for out, whole in zip(self.interrupted(served, PROMPTS, "abort"), expected, strict=True):
-            assert out["output_ids"] == whole[: len(out["output_ids"])]
-        assert tokens_of(served.generate(PROMPTS)) == expected
+    @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS])
+    def test_2_and_4_abort_vs_no_pause(self, served, expected, prompts):
+        own = expected[: len(prompts)]
+        for out, whole in zip(self.interrupted(served, prompts, "abort"), own, strict=True):
+            count = len(out["output_ids"])
+            assert 0 < count < len(whole)
+            assert out["output_ids"] == whole[:count]
+        assert tokens_of(served.generate(prompts)) == own
 
 
 class TestSleep:

@@ -13,16 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from sgljax_engine import Engine
 from tests.engine.models import TINY_MOE, spread_weights
 from tests.geometry import SMALL
-from tests.server.served import GREEDY, events_of, served_golden, serving
+from tests.server.served import GREEDY, events_of, serving
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
 SHORT = {**GREEDY, "max_new_tokens": 12}
-
-
-@pytest.fixture(scope="module")
-def served():
-    with served_golden() as served:
-        yield served
 
 
 def without_times(output):

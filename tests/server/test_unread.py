@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute
 from sgljax_engine import NonFiniteLogitsError
 from sgljax_engine.server import create_app
 from sgljax_engine.server.routes import AdminRoute, DataRoute, OpenRoute
-from sgljax_engine.server.sglang.schemas import SGLangSampling
+from sgljax_engine.server.sglang import SGLangSampling
 from tests.engine.interrupts import make_engine
 from tests.engine.test_nonfinite import TRAP, trapped
 from tests.server.served import Served, events_of, served_golden, serving

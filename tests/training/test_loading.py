@@ -36,18 +36,6 @@ def load(tmp_path, *overrides, **changes):
     return load_config(write_config(tmp_path, **changes), overrides)
 
 
-def test_every_kind_of_shipped_config_is_found():
-    assert {path.stem for path in SHIPPED} == {
-        "grpo_addition",
-        "grpo_addition_lora",
-        "ppo_addition",
-        "qwen3_0p6b_gpu",
-        "llama3p2_3b_tpu_host",
-        "qwen3_8b_tpu_host",
-        "qwen3_8b_pathways",
-    }
-
-
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_config_loads_and_prints_itself(path, tmp_path):
     config = load_config(path, overrides_for(path))
@@ -55,12 +43,6 @@ def test_shipped_config_loads_and_prints_itself(path, tmp_path):
     copy = tmp_path / "copy.yaml"
     copy.write_text(to_yaml(config))
     assert load_config(copy) == config
-
-
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_shipped_config_refuses_a_wrong_name(path):
-    with pytest.raises(InvalidConfigError, match=r"did you mean batch_size\?"):
-        load_config(path, [*overrides_for(path), "batchsize=4"])
 
 
 @pytest.mark.parametrize("key", ["actor_model_config.model_path", "task.dataset"])
@@ -71,27 +53,15 @@ def test_what_must_be_given_is_asked_for(key):
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("overrides", "message"),
     [
         ("stepz=3", "unknown key stepz"),
+        ("batchsize=4", "unknown key batchsize; did you mean batch_size?"),
         ("taskk.columns=[x]", "unknown key taskk; did you mean task?"),
         ("reward_functions=[a]", "unknown key reward_functions; did you mean task.reward"),
-        (
-            "tokenizer_config.chat=true",
-            "unknown key tokenizer_config.chat; did you mean task.chat?",
-        ),
+        ("tokenizer_config.chat=true", "key tokenizer_config.chat; did you mean task.chat?"),
         ("task.pages=16", "unknown key task.pages; known here: dataset"),
         (f"{LORA}.lora_alpha=8", f"unknown key {LORA}.lora_alpha; did you mean {LORA}.alpha?"),
-    ],
-)
-def test_unknown_key_is_refused_with_the_nearest(tmp_path, override, message):
-    with pytest.raises(InvalidConfigError, match=re.escape(message)):
-        load(tmp_path, override)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
         ("num_batches=many", "num_batches must be an integer, got 'many'"),
         ("num_batches=2.5", "num_batches must be an integer, got 2.5"),
         ("num_batches=true", "num_batches must be an integer, got True"),
@@ -106,16 +76,6 @@ def test_unknown_key_is_refused_with_the_nearest(tmp_path, override, message):
         ("output_dir=${sede}", "output_dir: Interpolation key 'sede' not found"),
         ("num_batches", "an override must be key=value, got 'num_batches'"),
         ("num_batches=[", "cannot read the overrides ['num_batches=[']"),
-    ],
-)
-def test_wrong_type_names_key_value_and_type(tmp_path, override, message):
-    with pytest.raises(InvalidConfigError, match=re.escape(message)):
-        load(tmp_path, override)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
         ("num_batches=0", "num_batches must be at least 1, got 0"),
         ("rollout_engine=vanila", "rollout_engine must not be 'vanila'; did you mean 'vanilla'?"),
         ("training_mode=dpo", "training_mode must not be 'dpo'; did you mean 'ppo'?"),
@@ -125,6 +85,7 @@ def test_wrong_type_names_key_value_and_type(tmp_path, override, message):
         (f"{TRAINING}.compute_logps_micro_batch_size=3", "must divide batch_size (2), got 3"),
         (f"{MODEL}.family=null", "actor_model_config.family and shape belong together"),
         (f"{MODEL}.model_name=qwen3-0.6b", "must have one of model_path, model_name, and family"),
+        (f"{LORA}.rank=4", "actor_model_config.lora_config.alpha must be given"),
         (f"{LORA}.rank=0 {LORA}.alpha=1", "lora_config.rank must be at least 1, got 0"),
         (f"{LORA}.rank=4 {LORA}.alpha=0", "alpha must be finite and above 0, got 0"),
         (f"{LORA}.rank=4 {LORA}.alpha=.inf", "alpha must be finite and above 0, got inf"),
@@ -141,18 +102,12 @@ def test_wrong_type_names_key_value_and_type(tmp_path, override, message):
         (f"{MESH}.shape=[0,1]", f"{MESH}.shape must have two sizes >= 1, got [0, 1]"),
         (f"{MESH}.axis_names=[data,tp]", f"{MESH}.axis_names must be fsdp and tp"),
         (f"{MESH}.shape=[3,1]", "3 devices along fsdp, which must divide the 8 rows"),
-        (
-            "rollout_engine=vanilla over_sampling.factor=1.5",
-            "over_sampling must be null unless rollout_engine is 'sgljax', got 'vanilla'",
-        ),
+        ("rollout_engine=vanilla over_sampling.factor=1.5", "rollout_engine is 'sgljax', got 'va"),
         ("training_mode=ppo over_sampling.factor=2", "unless training_mode is 'grpo', got 'ppo'"),
-        (
-            "training_mode=ppo eval_rollout_config.temperature=0",
-            "eval_rollout_config must be empty with PPO",
-        ),
+        ("training_mode=ppo eval_rollout_config.temperature=0", "must be empty with PPO"),
     ],
 )
-def test_contradictions_are_refused(tmp_path, overrides, message):
+def test_wrong_keys_types_and_values_are_refused(tmp_path, overrides, message):
     with pytest.raises(InvalidConfigError, match=re.escape(message)):
         load(tmp_path, *overrides.split())
 

@@ -49,8 +49,7 @@ class AotReport:
         memory = self.preview.memory
         if memory is None:
             return 0
-        held = memory.weights_bytes + memory.kv_bytes + memory.contiguous_kv_bytes
-        return held // self.preview.tp_size
+        return (memory.weights_bytes + memory.kv_bytes) // self.preview.tp_size
 
     @property
     def needed_bytes(self) -> int:

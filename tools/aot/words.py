@@ -34,7 +34,7 @@ def describe(report: AotReport, title: str, topology: str) -> str:
     about = (
         f"{title}, {preview.dtype}, on {topology}: {preview.num_engines} engine(s) of "
         f"{preview.tp_size} device(s), max_model_len {preview.max_model_len}, attention "
-        f"{preview.decode_attention}. {NOT_RUN} Numbers are of one device."
+        f"{preview.attention}. {NOT_RUN} Numbers are of one device."
     )
     memory = f"Memory: {'; '.join(_memory_lines(report))}."
     times = [f"- {_estimate_line(each)}" for each in report.estimates]

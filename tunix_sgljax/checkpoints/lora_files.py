@@ -72,12 +72,6 @@ def hf_pairs(
 
     A pair of a fused weight becomes one pair per part, all with the same A.
 
-    Args:
-        weights: Parameters of a checkpoint by Tunix's names; those that are not pairs are ignored.
-        architecture: The engine's name of the architecture.
-        scale: Scale of the pairs.
-        base: The tensors of the model.
-
     Raises:
         WeightSyncError: names all pairs that are incomplete, belong to no tensor, or do not fit it.
     """
@@ -141,13 +135,7 @@ def _split(
 def merge_pairs(
     tensors: Mapping[str, HfTensor], pairs: Mapping[str, HfPair], dtype: np.dtype | None = None
 ) -> dict[str, HfTensor]:
-    """The tensors with each pair added to its own, in float32.
-
-    Args:
-        tensors: Tensors of the base.
-        pairs: Pairs by names of tensors.
-        dtype: Dtype of the sums; None takes the base tensor's.
-    """
+    """The tensors with each pair added to its own, in float32; then of a dtype, or as before."""
     return {
         name: _merged(tensor, pairs[name], dtype or tensor.dtype) if name in pairs else tensor
         for name, tensor in tensors.items()
@@ -172,12 +160,7 @@ def write_peft(
 ) -> list[Path]:
     """Writes an adapter as PEFT's `save_pretrained` does; returns the paths of its two files.
 
-    Args:
-        folder: An existing folder.
-        pairs: Pairs by names of base tensors.
-        base: Names of all tensors of the base.
-        base_name: Name of the base model to write into the adapter.
-        dtype: Dtype of the pairs; None keeps theirs.
+    The folder exists. `base` has the names of all tensors; without a dtype pairs keep theirs.
     """
     arrays: dict[str, np.ndarray] = {}
     for name, pair in pairs.items():

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from sgljax_engine import WeightLoadError
 
@@ -13,26 +13,27 @@ FILE = "lora.json"
 """File name, in the folder that Tunix gets as `checkpoint_root_directory`."""
 
 
-class LoraSettings(NamedTuple):
-    """How the pairs of a checkpoint were made.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraSettings:
+    """A low-rank pair beside each chosen weight, whose own values stay as they are.
 
     Attributes:
-        rank: Rank of all pairs.
-        alpha: Alpha of all pairs; their scale is alpha / rank.
-        module_path: Which modules have a pair.
-        weight_qtype: Quantised type of the base; None if it is not quantised.
+        rank: Rank of the pairs.
+        alpha: Numerator of the pairs' scale, alpha / rank. Checkpoints do not hold it.
+        module_path: Regular expression for the whole path of a module: "layers/0/attn/q_proj".
+        weight_qtype: Quantise the frozen weights that have a pair: "int8", "int4" or "nf4".
     """
 
     rank: int
     alpha: float
-    module_path: str
-    weight_qtype: str | None
+    module_path: str = ".*(attn|mlp).*"
+    weight_qtype: str | None = None
 
 
 def write_settings(root: Path, settings: LoraSettings) -> None:
     """Writes the file into a checkpoint root, which is created if missing."""
     root.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(settings._asdict(), indent=2) + "\n"
+    text = json.dumps(dataclasses.asdict(settings), indent=2) + "\n"
     (root / FILE).write_text(text, encoding="utf-8")
 
 
@@ -46,8 +47,7 @@ def read_settings(root: Path) -> LoraSettings | None:
     if not path.is_file():
         return None
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-        settings = LoraSettings(**content)
+        settings = LoraSettings(**json.loads(path.read_text(encoding="utf-8")))
         is_right = settings.rank >= 1 and math.isfinite(settings.alpha)
     except (ValueError, TypeError) as error:
         raise WeightLoadError(f"{path} cannot be read: {error}") from None

@@ -72,12 +72,7 @@ def keep_state(trainer: Any, name: str, read: Callable[[], Any]) -> None:
 
 
 def restored_state(trainer: Any, name: str) -> Any:
-    """A part of the run that the checkpoint of a trainer kept; None where it has none.
-
-    Args:
-        trainer: Tunix's, before it trains.
-        name: Names the part.
-    """
+    """A part of the run that the checkpoint of a trainer kept; None where it has none."""
     root = trainer.config.checkpoint_root_directory
     if root is None or not trainer.train_steps:
         return None

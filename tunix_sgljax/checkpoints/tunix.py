@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,23 +62,28 @@ def find_latest(path: str | Path) -> Path | None:
     return find_step(folder) if folder.is_dir() and _steps(folder) else None
 
 
+@contextlib.contextmanager
+def _opened(folder: str | Path) -> Iterator[tuple[Any, Any]]:
+    """Orbax's handler for a `model_params` folder, and its path."""
+    import orbax.checkpoint as ocp
+
+    handler = ocp.PyTreeCheckpointHandler()
+    try:
+        yield handler, Path(folder).resolve()
+    except Exception as error:  # whatever Orbax and its storage raise
+        raise WeightLoadError(f"cannot read the checkpoint {folder}: {error}") from error
+    finally:
+        handler.close()
+
+
 def stored_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
     """The shapes of the parameters in a `model_params` folder, by the trainer's dotted names.
 
     Raises:
         WeightLoadError: when Orbax cannot read it.
     """
-    import orbax.checkpoint as ocp
-
-    handler = ocp.PyTreeCheckpointHandler()
-    path: Any = Path(folder).resolve()
-    try:
-        entries = handler.metadata(path).tree
-    except Exception as error:  # whatever Orbax and its storage raise
-        raise WeightLoadError(f"cannot read the checkpoint {folder}: {error}") from error
-    finally:
-        handler.close()
-    named = flatten_named(entries)
+    with _opened(folder) as (handler, path):
+        named = flatten_named(handler.metadata(path).tree)
     return {_without_value(name): tuple(entry.shape) for name, entry in named.items()}
 
 
@@ -89,17 +96,11 @@ def read_checkpoint(folder: str | Path) -> dict[str, np.ndarray]:
     import jax
     import orbax.checkpoint as ocp  # takes seconds, and only needed here
 
-    handler = ocp.PyTreeCheckpointHandler()
-    path: Any = Path(folder).resolve()  # Orbax takes any kind of path, and declares its own
-    try:
+    with _opened(folder) as (handler, path):
         tree = handler.metadata(path).tree
         restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
         args = ocp.args.PyTreeRestore(restore_args=restore_args)
         arrays = handler.restore(path, args=args)
-    except Exception as error:  # whatever Orbax and its storage raise
-        raise WeightLoadError(f"cannot read the checkpoint {folder}: {error}") from error
-    finally:
-        handler.close()
     weights = {_without_value(name): array for name, array in flatten_named(arrays).items()}
     quantised = [name for name in weights if name.endswith(".array.qvalue")]
     if quantised:

@@ -120,9 +120,8 @@ def _describe_preview(facts: Facts) -> list[str]:
     lines = [
         "",
         f"An engine for {of} would use",
-        f"  {preview.platform} ({preview.device_kind}), {preview.dtype}, layout {preview.layout}",
-        f"  attention: {preview.prefill_attention} for prefill, {preview.decode_attention} for "
-        f"decode; projections: {preview.linear}",
+        f"  {preview.platform} ({preview.device_kind}), {preview.dtype}",
+        f"  attention: {preview.attention}; projections: {preview.linear}",
         f"  weights: {preview.num_parameters / 1e6:.1f} million, {_gb(preview.weights_bytes)}",
     ]
     if preview.why_not_native is not None:
@@ -137,8 +136,6 @@ def _describe_preview(facts: Facts) -> list[str]:
         if memory.state_slots:
             of_states = f"{_gb(memory.state_bytes)}, {memory.state_slots} of them"
             lines.append(f"  recurrent states, with copies of rows for decode: {of_states}")
-        if memory.contiguous_kv_bytes:
-            lines.append(f"  copies of rows for decode: {_gb(memory.contiguous_kv_bytes)}")
     elif preview.problem is not None:
         lines.append(f"  but it does not fit: {preview.problem}")
     return lines

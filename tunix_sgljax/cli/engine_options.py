@@ -66,10 +66,6 @@ def parse_value(text: str) -> Any:
 def engine_config(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> EngineConfig:
     """The configuration that `--engine` asks for.
 
-    Args:
-        args: The parsed arguments.
-        defaults: Options for what `--engine` does not set.
-
     Raises:
         InvalidConfigError: for an unknown name, with the nearest known one; for a bad value.
     """

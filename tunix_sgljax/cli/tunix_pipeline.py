@@ -25,9 +25,6 @@ def with_sgljax_engine(pipeline: Any) -> Any:
 
     It accepts one more value for `rollout_engine` and one more section, `sgljax_config`, whether or
     not the base config has their keys. Everything else is the pipeline's own.
-
-    Args:
-        pipeline: `GrpoPipeline` of `tunix.cli.grpo_main`, or another with `create_cluster_config`.
     """
 
     class SglJaxPipeline(pipeline):
@@ -124,12 +121,7 @@ def with_sgljax_engine(pipeline: Any) -> Any:
 
 
 def announce(config: Any, section: str | None) -> None:
-    """Tells the user which parts of a config apply, and what would make the run faster.
-
-    Args:
-        config: The whole config of a pipeline.
-        section: The translated section for another engine, if any.
-    """
+    """Tells the user which parts of a config apply, and what would make the run faster."""
     unread = sections.unread_rollout_keys(config, _FIELDS)
     note = ""
     if section is not None:
@@ -148,9 +140,6 @@ def meshes_in_order(pipeline: Any) -> dict[Any, jax.sharding.Mesh]:
 
     Tunix builds meshes from the coordinates of TPUs, and refuses devices without them: GPUs and
     CPUs.
-
-    Args:
-        pipeline: One of Tunix's, whose config says which roles share a mesh.
 
     Raises:
         InvalidConfigError: there are too few devices.

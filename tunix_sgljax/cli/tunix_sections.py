@@ -74,10 +74,6 @@ def recipe_section(config: Mapping[str, Any], named_engines: Sequence[str]) -> s
     Scripts fill in the sections of several engines and pick one by `rollout_engine`, before a
     user's override picks this engine. If only this engine is named, the one filled section counts;
     of two, SGLang's, whose options are closest.
-
-    Args:
-        config: The whole config.
-        named_engines: Each value that was given for `rollout_engine`, in order.
     """
     filled = [name for name in _FOREIGN_SECTIONS.values() if read_section(config, name)]
     for engine in reversed(named_engines):
@@ -114,11 +110,6 @@ def translate_section(
 
     Uses only the section itself: values that Tunix fills in for that engine do not apply here.
 
-    Args:
-        config: The whole config.
-        name: "vllm_config" or "sglang_jax_config".
-        fields: The names of RolloutConfig's fields in the installed Tunix.
-
     Returns:
         The fields, and the section's other keys.
     """
@@ -144,12 +135,7 @@ def unread_rollout_keys(config: Mapping[str, Any], fields: Collection[str]) -> l
 
 
 def leaves_batch_open(fields: Mapping[str, Any], options: Collection[str]) -> bool:
-    """Whether no setting says how many sequences are decoded together.
-
-    Args:
-        fields: RolloutConfig fields that the config holds.
-        options: Keys of `sgljax_config`.
-    """
+    """Whether no setting says how many sequences are decoded together."""
     names = {*fields, *options}
     for extra in ("rollout_sglang_jax_kwargs", "rollout_vllm_kwargs"):
         names.update(fields.get(extra) or ())

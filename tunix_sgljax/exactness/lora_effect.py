@@ -33,12 +33,6 @@ def lora_effect(
 ) -> LoraEffect | None:
     """What rounding to the engine's dtype leaves of the pairs.
 
-    Args:
-        named: Weights and pairs by source name.
-        rules: Those of the update, LoRA rules among them.
-        mode: How the engine applies the pairs.
-        dtype: The engine's.
-
     Returns:
         None if the pairs change nothing, as before the first step, or have MaxText's axes.
     """

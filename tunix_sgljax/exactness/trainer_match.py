@@ -250,13 +250,6 @@ class TrainerMatch:
     ) -> list[np.ndarray]:
         """Log-probs of sampled tokens, each under the weights that sampled it.
 
-        Args:
-            prompts_BP: Left-padded prompts.
-            tokens: Tokens of each completion.
-            versions: Weight version of each token.
-            width: Padded length of completions.
-            temperature: Divides the logits, unless it is 0.
-
         Returns:
             float32, as long as each completion.
         """

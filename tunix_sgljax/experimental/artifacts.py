@@ -35,8 +35,7 @@ _SUFFIX = ".safetensors"
 class WeightFolder(WeightSyncHandler):
     """Passes weights through a folder that a source and its samplers see, as a disk or a mount.
 
-    A source writes a file for each round, and each sampler reads it where it stages: a transfer
-    moves nothing. The coordinator's event loop and its executor call it.
+    A source writes a file for each round, and each sampler reads it: a transfer moves nothing.
     """
 
     def __init__(self) -> None:
@@ -73,12 +72,7 @@ class WeightFolderWriter:
     """
 
     def __init__(self, folder: str | Path, name: str = "trainer") -> None:
-        """Makes the folder, and writes nothing yet.
-
-        Args:
-            folder: A folder that the samplers see under the same path.
-            name: Name of the work unit.
-        """
+        """Makes the folder, which samplers see under the same path; `name` is the work unit's."""
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._name = name
@@ -91,10 +85,7 @@ class WeightFolderWriter:
         return bool(self._params)
 
     def bind(self, state: Any) -> None:
-        """Takes the parameters to write, by the actor's names: only the LoRA leaves if there are.
-
-        Args:
-            state: An `nnx.State`, of which only parameters are taken, or a pytree of arrays.
+        """Takes the parameters of a state or pytree to write; only the LoRA leaves if there are.
 
         Raises:
             InvalidRequestError: when there are none.
@@ -145,14 +136,7 @@ class WeightFolderSource:
     def __init__(
         self, folder: str | Path, read_params: Callable[[], Any], name: str = "trainer"
     ) -> None:
-        """Makes the folder, and writes nothing yet.
-
-        Args:
-            folder: A folder that the samplers see under the same path.
-            read_params: Returns the argument of `SglJaxRollout.update_params`, the actor's
-                `nnx.State`.
-            name: Name of the worker and of its work unit.
-        """
+        """Makes the folder; arguments as for `WeightFolderWriter` and `InProcessSource`."""
         self._read_params = read_params
         self._name = name
         self._writer = WeightFolderWriter(folder, name)
@@ -180,9 +164,8 @@ class WeightFolderSource:
 
 def _with_artifact(metadata: WorkUnitMetadata, file: Path) -> WorkUnitMetadata:
     """Names the file in the field for it, or in the unit where this Tunix has none."""
-    known = {field.name for field in dataclasses.fields(metadata)}
     for name in _FIELDS:
-        if name in known:
+        if hasattr(metadata, name):
             return dataclasses.replace(metadata, **{name: str(file)})
     unit = dataclasses.replace(metadata.unit, data_name=str(file))
     return dataclasses.replace(metadata, unit=unit)
@@ -203,11 +186,8 @@ def _artifact_of(metadata: Any) -> str | None:
 
 def find_artifact(sync_request: Any) -> str | None:
     """The file or folder of the weights that the source of a round prepared; None without one."""
-    for metadata in getattr(sync_request, "source_metadata", None) or ():
-        artifact = _artifact_of(metadata)
-        if artifact is not None:
-            return artifact
-    return None
+    artifacts = map(_artifact_of, getattr(sync_request, "source_metadata", None) or ())
+    return next((artifact for artifact in artifacts if artifact is not None), None)
 
 
 def read_artifact(artifact: str) -> dict[str, np.ndarray]:

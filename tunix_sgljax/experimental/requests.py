@@ -37,9 +37,6 @@ _ALIASES = {"max_generation_steps": "max_tokens"}
 _ROUTED_FIELDS = ("return_routed_experts", "routed_experts_prompt_start")
 """Fields about the experts of tokens, which later releases of Tunix have."""
 
-_FINISH_REASONS = {"abort": "cancelled"}
-"""The engine's finish reasons with a different name in Tunix."""
-
 
 def as_requests(given: Any) -> tuple[list[SamplingRequest], bool]:
     """The requests of a `sample` call, and whether the caller gave a single one.
@@ -62,12 +59,9 @@ def as_requests(given: Any) -> tuple[list[SamplingRequest], bool]:
 
 
 class RoutedOptions(NamedTuple):
-    """What a request wants to know about the experts of its tokens.
+    """Whether a request wants the experts of its tokens, and from which token of its prompt.
 
-    Attributes:
-        is_wanted: Whether the response has them. None, for releases of Tunix whose requests do not
-            say, follows the engine.
-        start: The token of the prompt from which they are returned.
+    None, for releases of Tunix whose requests do not say, follows the engine.
     """
 
     is_wanted: bool | None = None
@@ -83,12 +77,7 @@ class RoutedOptions(NamedTuple):
 def routed_options(
     params: SamplingParams | None, options: Mapping[str, Any], *, are_kept: bool
 ) -> RoutedOptions:
-    """What a request wants to know about experts; arguments as for `request_config`.
-
-    Args:
-        params: Parameters of the request.
-        options: Keywords of the `sample` call.
-        are_kept: Whether the engine has `enable_return_routed_experts`.
+    """What a request wants to know about experts, which the engine keeps if it was told to.
 
     Raises:
         InvalidRequestError: names the field and its value.
@@ -121,11 +110,8 @@ def request_config(
 ) -> RolloutConfig:
     """The sampling settings of one request, as a RolloutConfig.
 
-    Args:
-        base: The rollout's config: for fields that Tunix's requests lack, or all without params.
-        params: Parameters of the request.
-        options: Keywords of the `sample` call, which have priority: Tunix's workers pass on their
-            caller's keywords but omit some from the params.
+    The rollout's config has what the request does not say. Keywords of the `sample` call have
+    priority: Tunix's workers pass on their caller's, but omit some from the params.
 
     Raises:
         InvalidRequestError: for logits, beams and unknown keywords.
@@ -157,17 +143,8 @@ def to_response(
 ) -> SamplingResponse:
     """Builds Tunix's response to a request.
 
-    `metadata` always has `policy_version` (the oldest policy of any token), `policy_versions` (of
-    each token, int32) and `logprobs` (float32), whatever Tunix's workers do with the other fields.
-
-    Args:
-        request: The request.
-        output: The engine's answer.
-        policy_versions: Policy version of each token.
-        policy_version: Version for an answer without tokens.
-        logprobs_mode: The rollout's mode.
-        return_logprobs: Whether log-probs were asked for.
-        routed: What was asked for of experts.
+    `metadata` always has `policy_version` (the oldest policy of any token, or the one given for an
+    answer without tokens), `policy_versions` (of each token, int32) and `logprobs` (float32).
     """
     finish = output.finish
     assert finish is not None
@@ -180,7 +157,7 @@ def to_response(
         prompt_token_ids=np.asarray(output.prompt_ids, np.int32),
         token_ids=np.asarray(output.output_ids, np.int32),
         logprobs=logprobs if return_logprobs else None,
-        finish_reason=_FINISH_REASONS.get(finish.type, finish.type),
+        finish_reason="cancelled" if is_aborted else finish.type,
         error=ErrorInfo(error_type="abort", message=finish.message) if is_aborted else None,
         metadata={
             "policy_version": int(min(policy_versions, default=policy_version)),

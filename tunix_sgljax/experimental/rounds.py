@@ -28,11 +28,9 @@ class SyncRounds:
         self._current: Any = self._keyed
 
     def admit(self, request: Any, phase: str) -> bool:
-        """Whether a phase must run; False if this round has passed it already.
+        """Whether a phase ("prepared", "h2d_done", "committed", "aborted") must run.
 
-        Args:
-            request: Request of the call; None has no key.
-            phase: "prepared", "h2d_done", "committed" or "aborted".
+        False if this round has passed it already.
 
         Raises:
             StaleRoundError: for a call of an older, superseded or aborted round, or one that cannot

@@ -41,14 +41,9 @@ _TRANSFER_STATUS = {
 class SglJaxSampler:
     """A `tunix.experimental.rollout.sampler.Sampler` over a SglJaxRollout.
 
-    A weight sync is a round of phases. `bind_weight_sync` and `get_weight_sync_metadata` run while
-    requests are served. `pre_weight_sync` closes admission, handles started requests according to
-    the rollout's `weight_update_mode` (retract, wait or abort) and frees the KV cache, prefix cache
-    included; new requests wait. `weight_sync` stages the received weights beside the serving ones,
-    which do not change. `post_weight_sync` publishes them, all or none, and opens admission;
-    `abort_weight_sync`, at any time before that, drops them and opens admission on the old weights.
-    A coordinator's round has a key, which makes each phase idempotent; late calls of older rounds
-    are refused.
+    A weight sync is a round of phases: `pre_weight_sync`, `weight_sync`, `post_weight_sync`, or
+    `abort_weight_sync` before the last has published. A coordinator's round has a key, which makes
+    each phase idempotent; late calls of older rounds raise Tunix's StaleRoundError.
 
     One event loop calls it. Phases are serialised; `sample` may be called concurrently, and all
     requests are batched together.
@@ -83,20 +78,18 @@ class SglJaxSampler:
                 pages that a sync must free, with `logprobs_mode="trainer_match"`, which needs the
                 trainer's arrays, or with `lora="adapter"`.
         """
+        needed = ""
         if rollout.weight_update_mode == "in_place":
-            raise InvalidConfigError(
-                "SglJaxSampler needs a rollout whose weight_update_mode is not 'in_place': a "
-                "weight sync frees the KV cache"
+            needed = "whose weight_update_mode is not 'in_place': a weight sync frees the KV cache"
+        elif rollout.logprobs_mode == "trainer_match":
+            needed = (
+                "whose logprobs_mode is not 'trainer_match': weights are staged, and the trainer's "
+                "arrays are not kept"
             )
-        if rollout.logprobs_mode == "trainer_match":
-            raise InvalidConfigError(
-                "SglJaxSampler needs a rollout whose logprobs_mode is not 'trainer_match': weights "
-                "are staged, and the trainer's arrays are not kept"
-            )
-        if rollout.adapter is not None:
-            raise InvalidConfigError(
-                "SglJaxSampler needs a rollout with lora='merged': it stages whole weights"
-            )
+        elif rollout.adapter is not None:
+            needed = "with lora='merged': it stages whole weights"
+        if needed:
+            raise InvalidConfigError(f"SglJaxSampler needs a rollout {needed}")
         self.server_id = server_id
         self.on_response: Callable[[SamplingResponse], None] | None = None
         self._rollout = rollout
@@ -123,15 +116,13 @@ class SglJaxSampler:
         """
         self._rollout.engine  # noqa: B018
 
-    async def start(self, **kwargs: Any) -> bool:
+    async def start(self) -> bool:
         """`initialize`, without blocking the event loop."""
-        _refuse_options("start", kwargs)
         await asyncio.to_thread(self.initialize)
         return True
 
-    async def stop(self, **kwargs: Any) -> bool:
+    async def stop(self) -> bool:
         """Shuts the engine down; unfinished requests fail. Idempotent."""
-        _refuse_options("stop", kwargs)
         await asyncio.to_thread(self.close)
         return True
 
@@ -139,25 +130,22 @@ class SglJaxSampler:
         """Does what `stop` does, from any thread."""
         self._rollout.close()
 
-    async def pause(self, **kwargs: Any) -> bool:
+    async def pause(self) -> bool:
         """Stops generating until `resume`; requests keep their tokens, and new ones wait."""
-        _refuse_options("pause", kwargs)
         self._is_paused = True
         if not self._is_quiesced:
             await self._rollout.engine.async_pause_generation("in_place")
         return True
 
-    async def resume(self, **kwargs: Any) -> bool:
+    async def resume(self) -> bool:
         """Ends a `pause`. A running weight sync still holds requests."""
-        _refuse_options("resume", kwargs)
         self._is_paused = False
         if not self._is_quiesced:
             await self._rollout.engine.async_continue_generation()
         return True
 
-    async def get_mesh(self, **kwargs: Any) -> jax.sharding.Mesh | None:
+    async def get_mesh(self) -> jax.sharding.Mesh | None:
         """The rollout's mesh; None for JAX's first device."""
-        _refuse_options("get_mesh", kwargs)
         return self._rollout.mesh
 
     @property
@@ -233,40 +221,27 @@ class SglJaxSampler:
     # ------------------------------------------------------------------ weight sync
 
     def get_target_state(self) -> dict[str, Any]:
-        """Names, shapes and dtypes that a trainer is to send; builds the engine.
-
-        They are the actor's own parameters, so nothing needs to be converted: a nested dict of
-        `jax.ShapeDtypeStruct`, or only the LoRA leaves of an actor that has any.
-        """
+        """The actor's parameters, or only its LoRA leaves, as `jax.ShapeDtypeStruct`s in dicts."""
         return unflatten_dict(self._rollout.weight_specs, sep=".")
 
-    async def bind_weight_sync(self, sync_request: Any = None, **kwargs: Any) -> None:
-        """Prepares for `get_weight_sync_metadata`: builds the engine. Idempotent.
-
-        Later releases of Tunix pass the request of the round.
-        """
+    async def bind_weight_sync(self, sync_request: Any = None) -> None:
+        """Builds the engine. Idempotent; later releases of Tunix pass the round's request."""
         del sync_request
-        _refuse_options("bind_weight_sync", kwargs)
         await asyncio.to_thread(self.initialize)
 
-    async def get_weight_sync_metadata(self, **kwargs: Any) -> list[WorkUnitMetadata]:
-        """Names and shapes of the trainer's parameters, as for `update_params`.
-
-        One work unit, of the job "rollout" and the replica `server_id`. A source may shard the
-        parameters in any way.
-        """
-        _refuse_options("get_weight_sync_metadata", kwargs)
+    async def get_weight_sync_metadata(self) -> list[WorkUnitMetadata]:
+        """One work unit: names and shapes of the trainer's parameters, as for `update_params`."""
         return [unit_metadata(self._unit, self._rollout.weight_specs)]
 
-    async def pre_weight_sync(self, sync_request: Any = None, **kwargs: Any) -> bool:
-        """Opens a round: closes admission, ends or retracts running requests, frees the KV cache.
+    async def pre_weight_sync(self, sync_request: Any = None) -> bool:
+        """Opens a round: new requests wait, and the KV cache is freed, prefix cache included.
+
+        Started requests are handled by the rollout's `weight_update_mode`: retract, wait or abort.
 
         Raises:
             EngineStateError: when the round was aborted in the meantime, or another user of the
                 engine continues generation.
-            StaleRoundError: for an older round.
         """
-        _refuse_options("pre_weight_sync", kwargs)
         async with self._phases:
             if not self._rounds.admit(sync_request, "prepared"):
                 return True
@@ -275,8 +250,8 @@ class SglJaxSampler:
             self._rounds.complete(sync_request, "prepared")
         return True
 
-    async def weight_sync(self, sync_request: Any = None, **kwargs: Any) -> int:
-        """Stages the received weights; the serving weights do not change.
+    async def weight_sync(self, sync_request: Any = None) -> int:
+        """Stages the received weights beside the serving ones, which do not change.
 
         Returns:
             The policy version to publish them as: the request's, or else the next one.
@@ -284,9 +259,7 @@ class SglJaxSampler:
         Raises:
             WeightSyncError: names every missing, extra or mis-shaped parameter.
             EngineStateError: before `pre_weight_sync`, and when nothing arrived.
-            StaleRoundError: for an older round.
         """
-        _refuse_options("weight_sync", kwargs)
         async with self._phases:
             if not self._rounds.admit(sync_request, "h2d_done"):
                 return self._pending_version
@@ -299,14 +272,12 @@ class SglJaxSampler:
             self._rounds.complete(sync_request, "h2d_done")
             return self._pending_version
 
-    async def post_weight_sync(self, sync_request: Any = None, **kwargs: Any) -> bool:
+    async def post_weight_sync(self, sync_request: Any = None) -> bool:
         """Publishes the staged weights, all or none, and opens admission. Idempotent.
 
         Raises:
             EngineStateError: when nothing is staged.
-            StaleRoundError: for an older round, or one that was aborted.
         """
-        _refuse_options("post_weight_sync", kwargs)
         async with self._phases:
             if not self._rounds.admit(sync_request, "committed"):
                 return True
@@ -322,17 +293,12 @@ class SglJaxSampler:
             self._rounds.complete(sync_request, "committed")
         return True
 
-    async def abort_weight_sync(self, sync_request: Any = None, **kwargs: Any) -> None:
+    async def abort_weight_sync(self, sync_request: Any = None) -> None:
         """Ends a round without its weights: drops them, and opens admission on the old ones.
 
-        This is not in Tunix's protocol: Tunix's worker does not tell its sampler, but
-        `SglJaxRolloutWorker` does. Idempotent, at any phase; does nothing once the round's weights
-        serve.
-
-        Raises:
-            StaleRoundError: for an older round.
+        `SglJaxRolloutWorker` calls it, which is not in Tunix's protocol. Idempotent, at any phase;
+        does nothing once the round's weights serve.
         """
-        _refuse_options("abort_weight_sync", kwargs)
         self._rounds.check(sync_request)
         self._num_aborts += 1
         try:
@@ -351,41 +317,29 @@ class SglJaxSampler:
         """Raises StaleRoundError for a call of an older round; changes nothing."""
         self._rounds.check(sync_request)
 
-    async def get_transfer_status(self, req_id: str, **kwargs: Any) -> str:
-        """Status of the transfer of a round, by its `req_id`.
-
-        Returns:
-            "PENDING", "IN_PROGRESS", "SUCCESS" (staged or published) or "FAILED" (aborted) for the
-            current round, "UNKNOWN" for others.
-        """
-        _refuse_options("get_transfer_status", kwargs)
+    async def get_transfer_status(self, req_id: str) -> str:
+        """The transfer of the current round: `_TRANSFER_STATUS`; "UNKNOWN" for others."""
         report = self._rounds.report()
         if report["req_id"] is None or req_id != report["req_id"]:
             return "UNKNOWN"
         return _TRANSFER_STATUS[report["phase"]]
 
     async def migrate_kv_cache(
-        self, source_server_id: str, target_server_id: str, token_ids: list[int], **kwargs: Any
+        self, source_server_id: str, target_server_id: str, token_ids: list[int]
     ) -> bool:
-        """Refused: the engine's KV pages cannot leave this process.
-
-        Raises:
-            NotImplementedError: always. A request that continues elsewhere is prefilled there.
-        """
+        """Raises NotImplementedError: the engine's KV pages cannot leave this process."""
         raise NotImplementedError(
             f"SglJaxSampler {self.server_id!r} cannot migrate KV ({len(token_ids)} tokens from "
             f"{source_server_id!r} to {target_server_id!r}): its pages are in one process; sample "
             "the tokens again as a prompt where they are needed"
         )
 
-    async def get_load_info(self, **kwargs: Any) -> LoadInfo:
+    async def get_load_info(self) -> LoadInfo:
         """The engine's queues and pages, read between two dispatches.
 
         `kv_cache_usage_perc` is the fraction of tokens that requests hold, as in vLLM; pages that
-        only the prefix cache holds count as free. `metadata` has `policy_version`, `is_paused`,
-        `is_syncing` and `total_kv_tokens`.
+        only the prefix cache holds count as free.
         """
-        _refuse_options("get_load_info", kwargs)
         state = await self._rollout.engine.async_get_internal_state()
         used = state.total_kv_tokens - state.available_kv_tokens
         return LoadInfo(
@@ -488,8 +442,3 @@ class SglJaxSampler:
         staged, self._staged, self._staged_params = self._staged, None, None
         if staged is not None:
             await self._rollout.engine.async_discard_weights(staged)
-
-
-def _refuse_options(method: str, options: dict[str, Any]) -> None:
-    if options:
-        raise InvalidRequestError(f"SglJaxSampler.{method} takes no option {sorted(options)}")

@@ -22,11 +22,10 @@ from tunix_sgljax.experimental.layout import (
 
 
 class InProcessTransport(WeightSyncHandler):
-    """Passes the arrays of a source to the samplers of the same process.
+    """Passes the arrays of a source to the samplers of the same process. Any thread.
 
     A transfer moves only references. A sampler makes the only copy when it stages the weights, on
-    its own devices and in its own layout, so source and samplers may have different devices and
-    shardings. Any thread.
+    its own devices and in its own layout.
     """
 
     def __init__(self) -> None:
@@ -109,11 +108,7 @@ class InProcessTransport(WeightSyncHandler):
 
 
 class InProcessSource:
-    """The trainer's side of an `InProcessTransport`: a `WeightSyncSource`.
-
-    Register it with a coordinator's registry in the trainer's place, or call it from a trainer's
-    worker.
-    """
+    """The trainer's side of an `InProcessTransport`: a `WeightSyncSource` for a registry."""
 
     def __init__(
         self, transport: InProcessTransport, read_params: Callable[[], Any], name: str = "trainer"
@@ -156,12 +151,7 @@ class InProcessSource:
 
 
 def unit_metadata(unit: WorkUnitId, params: dict[str, Any]) -> WorkUnitMetadata:
-    """Facts that a coordinator compares: names, shapes and bytes of an element.
-
-    Args:
-        unit: Unit of the parameters.
-        params: Arrays by name, or their shapes and dtypes.
-    """
+    """What a coordinator compares of arrays by name: their shapes and the bytes of an element."""
     return WorkUnitMetadata(
         unit=unit,
         variables=tuple(

@@ -27,8 +27,8 @@ class SglJaxRolloutWorker(RolloutWorker):
 
     Tunix's own worker does not pass an abort to its sampler, which would stay closed; it counts a
     version when weights are staged, published or not; it closes admission for calls of older
-    rounds; and its episodes have version 0, so that a queue with `max_staleness` drops all of them
-    after the first update. Here an episode has the oldest version that sampled one of its tokens.
+    rounds; and its episodes have version 0, which `max_staleness` drops after the first update.
+    Here an episode has the oldest version that sampled one of its tokens.
     """
 
     def __init__(

@@ -39,7 +39,6 @@ from tunix_sgljax.in_flight.outputs import VersionedRolloutOutput
 from tunix_sgljax.in_flight.policy_versions import (
     NO_VERSION,
     AnnouncedSyncLock,
-    InFlightSyncLock,
     PolicyVersions,
 )
 from tunix_sgljax.in_flight.trajectories import VersionedCollectEngine
@@ -161,9 +160,9 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
         self._prompt_queue: Any = None
         self._lags: list[dict[str, float]] = []  # of this step's examples; training thread
         self._versions = PolicyVersions(rollout.weight_version, self.policy_version)
-        inner = InFlightSyncLock() if weight_updates == "in_flight" else self._rollout_sync_lock
-        # Tunix needs only the four methods.
-        self._rollout_sync_lock = AnnouncedSyncLock(inner, self._announce_sync)
+        self._rollout_sync_lock = AnnouncedSyncLock(
+            self._announce_sync, is_in_flight=weight_updates == "in_flight"
+        )
 
     def train(
         self,

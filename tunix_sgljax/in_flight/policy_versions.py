@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
+from tunix.rl.agentic.utils import RolloutSyncLock
 
 NO_VERSION = -1
 """Marks tokens that no policy sampled: the environment's tokens and padding."""
@@ -44,71 +43,29 @@ class PolicyVersions:
         )
 
 
-class SyncLock(Protocol):
-    """The part of `tunix.rl.agentic.utils.RolloutSyncLock` that Tunix uses."""
-
-    def acquire_rollout(self) -> None:
-        """Called before an episode, on the asyncio loop's thread."""
-        ...
-
-    def release_rollout(self) -> None:
-        """Called after an episode, on the asyncio loop's thread."""
-        ...
-
-    def acquire_weight_sync(self) -> None:
-        """Called before a weight sync, on the training thread."""
-        ...
-
-    def release_weight_sync(self) -> None:
-        """Called after a weight sync, on the training thread."""
-        ...
-
-
-class InFlightSyncLock:
-    """Serialises weight syncs, and lets episodes begin, run and end during one."""
-
-    def __init__(self) -> None:
-        self._mutex = threading.Lock()
-
-    def acquire_rollout(self) -> None:
-        """Never blocks: Tunix calls it on the thread of its asyncio loop."""
-
-    def release_rollout(self) -> None:
-        """Does nothing: no one waits for episodes to end."""
-
-    def acquire_weight_sync(self) -> None:
-        """Waits only for another weight sync."""
-        self._mutex.acquire()
-
-    def release_weight_sync(self) -> None:
-        """Lets the next weight sync begin."""
-        self._mutex.release()
-
-
-class AnnouncedSyncLock:
-    """Wraps another lock, with a call at the start of each weight sync.
+class AnnouncedSyncLock(RolloutSyncLock):
+    """Tunix's lock of an agentic learner, with a call at the start of each weight sync.
 
     The call comes before the engine has the new weights, so that no one looks up their tokens too
-    early.
+    early. In flight, episodes begin, run and end during a sync, which waits only for another one.
     """
 
-    def __init__(self, inner: SyncLock, announce: Callable[[], None]) -> None:
-        self._inner = inner
+    def __init__(self, announce: Callable[[], None], *, is_in_flight: bool) -> None:
+        super().__init__()
         self._announce = announce
+        self._is_in_flight = is_in_flight
 
     def acquire_rollout(self) -> None:
-        """Calls the inner lock."""
-        self._inner.acquire_rollout()
+        """Never blocks in flight: Tunix calls it on the thread of its asyncio loop."""
+        if not self._is_in_flight:
+            super().acquire_rollout()
 
     def release_rollout(self) -> None:
-        """Calls the inner lock."""
-        self._inner.release_rollout()
+        """Ends an episode; in flight no one waits for that."""
+        if not self._is_in_flight:
+            super().release_rollout()
 
     def acquire_weight_sync(self) -> None:
-        """Calls the inner lock, then announces the sync."""
-        self._inner.acquire_weight_sync()
+        """Starts a sync, and announces it."""
+        super().acquire_weight_sync()
         self._announce()
-
-    def release_weight_sync(self) -> None:
-        """Calls the inner lock."""
-        self._inner.release_weight_sync()

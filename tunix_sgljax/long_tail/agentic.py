@@ -38,14 +38,7 @@ class PromptGate:
         policy_version: Callable[[], int],
         divide: Callable[[dict[str, Any]], Iterable[dict[str, Any]]],
     ) -> None:
-        """Starts to read batches of prompts; None ends them.
-
-        Args:
-            prompts: Where Tunix puts batches.
-            num_open: Prompts that may pass now.
-            policy_version: Returns the policy of now.
-            divide: Divides a batch into batches of one prompt.
-        """
+        """Starts to read batches of prompts; None ends them."""
         self.born: list[int] = []
         self._policy_version = policy_version
         self._divide = divide

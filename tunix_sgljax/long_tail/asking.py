@@ -18,23 +18,13 @@ class GroupSource:
     """
 
     def __init__(self, feed: PromptFeed, groups: GroupsInFlight) -> None:
-        """Has asked for nothing.
-
-        Args:
-            feed: Prompts that may be taken early, whose batches Tunix has.
-            groups: Where the groups are in work.
-        """
+        """Has asked for nothing."""
         self._feed = feed
         self._groups = groups
         self._taken_early: set[int] = set()
 
     def ask(self, numbers: Sequence[int], config: RolloutConfig) -> None:
-        """Asks for the groups of Tunix's batch that are not in work yet, and for more.
-
-        Args:
-            numbers: The numbers of the batch's rows.
-            config: Sampling settings.
-        """
+        """Asks for the groups of Tunix's batch that are not in work yet, and for more."""
         groups = self._groups
         groups.ask_again(config)
         for number in numbers:

@@ -61,12 +61,6 @@ def repeated(
 ) -> Columns:
     """What Tunix's learner makes of a batch before it samples, by its own functions.
 
-    Args:
-        batch: Columns.
-        num_samples: Samples of each prompt.
-        trajectory_ids: Returns the names of a batch's samples, whose prompts are repeated.
-        micro_batches: How Tunix divides the batch; None if it does not.
-
     Raises:
         InvalidConfigError: names a column that Tunix cannot divide.
     """

@@ -34,13 +34,6 @@ async def sample_group(
 ) -> Sampled:
     """Samples a prompt; cancelling the task aborts it.
 
-    Args:
-        rollout: Whose engine samples.
-        prompt_ids: Token ids of the prompt.
-        params: Sampling parameters of each sample.
-        columns: The data's columns, with a value for each sample.
-        known_rewards: See `OverSampling`; None lets all samples end by themselves.
-
     Raises:
         InvalidConfigError: when `known_rewards` returns something else than rewards; names it.
     """

@@ -39,12 +39,7 @@ class PromptFeed:
     """
 
     def __init__(self, batches: Iterable[dict[str, Any]], place: DataPlace | None = None) -> None:
-        """Reads nothing yet.
-
-        Args:
-            batches: Tunix's batches: columns of equal lengths, "prompts" among them.
-            place: Which rows are used; None for none.
-        """
+        """Reads nothing yet."""
         self._batches = iter(batches)
         self.place = DataPlace() if place is None else place
         self._rows: deque[Row] = deque()

@@ -108,14 +108,7 @@ class GroupsInFlight:
         num_samples: int,
         columns_of: Callable[[Sequence[Row]], Columns],
     ) -> None:
-        """Starts without groups.
-
-        Args:
-            rollout: Whose engine samples them.
-            config: What happens to groups that are not complete.
-            num_samples: Samples of a prompt.
-            columns_of: Returns the columns that Tunix makes of rows, a value for each sample.
-        """
+        """Starts without groups."""
         self.config = config
         self._num_samples = num_samples
         self._columns_of = columns_of
@@ -135,11 +128,6 @@ class GroupsInFlight:
 
     def ask(self, row: Row, config: RolloutConfig, num_aborts: int = 0) -> None:
         """Starts to sample a group.
-
-        Args:
-            row: The prompt.
-            config: Sampling settings.
-            num_aborts: Times that it was aborted before.
 
         Raises:
             InvalidRequestError: for a prompt that the rollout refuses; names its row.

@@ -10,9 +10,6 @@ from tunix_sgljax.maxtext.fields import HYBRIDS, get, is_maxtext_config
 def padding_fault(config: Any) -> str | None:
     """Why a MaxText model's log-probs depend on the padding in front of a prompt, if they do.
 
-    Args:
-        config: A model's config; MaxText's, or another.
-
     Returns:
         A clause that names the fault, seen in MaxText 0.2.5; None for a model without it.
     """

@@ -47,10 +47,6 @@ _LLAMA3_SCALING = Llama3Scaling(
 def to_model_config(config: Any, context_length: int) -> ModelConfig:
     """The engine's description of a model that MaxText trains.
 
-    Args:
-        config: A MaxTextConfig.
-        context_length: MaxText's models have no limit of their own.
-
     Raises:
         UnsupportedModelError: names the field that the engine cannot compute.
     """

@@ -25,9 +25,6 @@ _REFUSED = ("lora_restore_path", "lora_tile_size", "lora_weight_qtype")
 def split_lora(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any] | None]:
     """Other words, and the fields of the section `lora`; None without `lora.enable_lora=True`.
 
-    Args:
-        overrides: `key=value` words.
-
     Raises:
         InvalidConfigError: for fields without `lora.enable_lora`, or that are not supported.
     """
@@ -47,10 +44,6 @@ def split_lora(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any] | No
 
 def with_pairs(create_models: Callable[..., Any], fields: dict[str, Any]) -> Callable[..., Any]:
     """MaxText's `create_models_and_meshes`, whose actor has LoRA pairs.
-
-    Args:
-        create_models: MaxText's own.
-        fields: Of its class LoRA.
 
     Raises:
         InvalidConfigError: for a field or a value that MaxText refuses.

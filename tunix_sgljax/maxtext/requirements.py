@@ -59,11 +59,7 @@ WHEELS = (*WITH_DEPENDENCIES, *WITHOUT_DEPENDENCIES)
 
 
 def missing_wheels(installed: Mapping[str, str]) -> tuple[Wheel, ...]:
-    """The wheels that are not among the installed distributions.
-
-    Args:
-        installed: Versions by name.
-    """
+    """The wheels that are not among the installed distributions."""
     return tuple(wheel for wheel in WHEELS if wheel.name not in installed)
 
 
@@ -92,10 +88,6 @@ def check_requirements(
     python: Sequence[int] = sys.version_info[:3], installed: Mapping[str, str] | None = None
 ) -> None:
     """Refuses an environment in which MaxText's trainer cannot be imported.
-
-    Args:
-        python: The interpreter's version.
-        installed: Versions of the installed distributions by name; None looks.
 
     Raises:
         InvalidConfigError: names what is missing, and the line that installs it.

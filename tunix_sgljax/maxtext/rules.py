@@ -131,11 +131,7 @@ _LAYER_INPUTS = (
 
 
 def to_rules(config: Any) -> tuple[Rule, ...]:
-    """Rules for the parameters of a `TunixMaxTextAdapter`, one for each weight of each layer.
-
-    Args:
-        config: Its MaxTextConfig, which `to_model_config` accepts.
-    """
+    """Rules for the parameters of a `TunixMaxTextAdapter`, one for each weight of each layer."""
     layers = _LAYERS[get(config, "decoder_block")]
     turned = {"self_attention.query.kernel", "self_attention.key.kernel"}
     hooks = dict.fromkeys(turned, halves_of_pairs) if is_interleaved(config) else {}

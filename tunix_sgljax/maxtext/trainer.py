@@ -220,12 +220,7 @@ def find_config(name: str) -> Path:
 
 
 def named_keys(path: Path, overrides: Sequence[str]) -> set[str]:
-    """Dotted keys that the user set, by a file of theirs or a word; not what MaxText's files set.
-
-    Args:
-        path: The config file.
-        overrides: `key=value` words.
-    """
+    """Dotted keys that the user set, by a file or a word; not what MaxText's files set."""
     named = {word.partition("=")[0] for word in overrides}
     if not path.is_relative_to(_configs()):
         named |= set(_dotted(yaml.safe_load(path.read_text(encoding="utf-8")) or {}))

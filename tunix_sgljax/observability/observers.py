@@ -1,4 +1,4 @@
-"""Observers of a rollout: progress bars, metrics, timelines. All off by default."""
+"""Events and totals of a rollout, for what a person sees and for what is recorded."""
 
 from __future__ import annotations
 
@@ -6,25 +6,14 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from sgljax_engine import Engine, EngineCounters
-from tunix_sgljax.observability.phases import PhaseLines
-
-if TYPE_CHECKING:
-    from tunix_sgljax.observability.progress import Progress
+from tunix_sgljax.observability.progress import PhaseLines, Progress
 
 
 class HostSpan(NamedTuple):
-    """A span of time that a thread on the trainer's side spent on something.
-
-    Attributes:
-        thread_id: From `threading.get_ident`.
-        thread_name: Name of the thread.
-        name: Name of the span.
-        begin_s, end_s: Readings of `time.perf_counter`.
-        args: More about it.
-    """
+    """Time that a thread on the trainer's side spent on something, by `time.perf_counter`."""
 
     thread_id: int
     thread_name: str
@@ -51,13 +40,20 @@ class RolloutTotals(NamedTuple):
     total_kv_tokens: int
     weight_version: int
 
+    def since(self, before: RolloutTotals) -> RolloutTotals:
+        """What was added, with the newest of tokens and version."""
+        return self._replace(
+            busy_s=self.busy_s - before.busy_s,
+            sync_s=self.sync_s - before.sync_s,
+            counters=self.counters.since(before.counters),
+        )
+
 
 class RolloutObservers:
     """Passes events of `SglJaxRollout`'s calls to observers. Any thread.
 
     Attributes:
         progress: Draws bars, or writes lines.
-        phases: The lines, if there are no bars.
         engine: The engine, once it is built.
         on_built: Called with the engine as soon as it is built.
         on_updated: Called after each weight update that succeeded, on the thread of its caller.
@@ -66,13 +62,12 @@ class RolloutObservers:
 
     def __init__(self, progress: Progress | None) -> None:
         """Starts with the bars as the only observer; None writes a line for each slow phase."""
-        self.phases = PhaseLines() if progress is None else None
-        self.progress: Progress | PhaseLines | None = progress or self.phases
+        self.progress: Progress | PhaseLines = progress or PhaseLines()
         self.engine: Engine | None = None
         self.on_built: list[Callable[[Engine], None]] = []
         self.on_updated: list[Callable[[], None]] = []
-        if self.phases is not None:
-            self.on_updated.append(self.phases.updated)
+        if isinstance(self.progress, PhaseLines):
+            self.on_updated.append(self.progress.updated)
         self.on_span: list[Callable[[HostSpan], None]] = []
         self._lock = threading.Lock()
         self._num_calls = 0
@@ -89,8 +84,8 @@ class RolloutObservers:
 
     def expect_trainer(self, is_expected: bool) -> None:
         """Says whether a trainer's step follows the first rollout."""
-        if self.phases is not None:
-            self.phases.has_trainer = is_expected
+        if isinstance(self.progress, PhaseLines):
+            self.progress.has_trainer = is_expected
 
     def totals(self) -> RolloutTotals:
         """The totals so far, including running calls."""
@@ -112,10 +107,8 @@ class RolloutObservers:
             self._count()
             self._num_calls += 1
         try:
-            bar = contextlib.nullcontext()
-            if self.progress is not None:
-                bar = self.progress.rollout(engine, num_requests)
-            with self.span("generate", requests=num_requests), bar:
+            shown = self.progress.rollout(engine, num_requests)
+            with self.span("generate", requests=num_requests), shown:
                 yield
         finally:
             with self._lock:

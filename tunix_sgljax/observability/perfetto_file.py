@@ -23,13 +23,7 @@ _SEQUENCE = 1
 
 
 class Slice(NamedTuple):
-    """An event on a track; an instant if it begins when it ends.
-
-    Attributes:
-        name: Name of the event.
-        begin_s, end_s: Seconds of one clock.
-        args: More about it.
-    """
+    """An event on a track, in seconds of one clock; an instant if it begins when it ends."""
 
     name: str
     begin_s: float
@@ -38,13 +32,7 @@ class Slice(NamedTuple):
 
 
 class Track(NamedTuple):
-    """A line of slices.
-
-    Attributes:
-        name: Name of the thread, the device or other owner.
-        is_thread: Whether the track belongs to a thread.
-        slices: Slices in any order.
-    """
+    """The slices, in any order, of a thread, or of a device or other owner."""
 
     name: str
     is_thread: bool
@@ -52,12 +40,7 @@ class Track(NamedTuple):
 
 
 class Counter(NamedTuple):
-    """A number over time.
-
-    Attributes:
-        name: Name of the counter.
-        points: Pairs of seconds and value, ascending.
-    """
+    """A number over time: pairs of seconds and value, ascending."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -69,9 +52,7 @@ def write_trace(path: str | Path, tracks: Iterable[Track], counters: Iterable[Co
     Raises:
         InvalidConfigError: when the folder of the path is missing.
     """
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise InvalidConfigError(f"no such folder to write a timeline to: {str(path.parent)!r}")
+    path = check_parent(path)
     trace = _Trace()
     for track in tracks:
         trace.add_track(track)
@@ -79,6 +60,14 @@ def write_trace(path: str | Path, tracks: Iterable[Track], counters: Iterable[Co
         trace.add_counter(counter)
     path.write_bytes(trace.serialize())
     return path
+
+
+def check_parent(path: str | Path) -> Path:
+    """The path, or an InvalidConfigError if its folder is missing."""
+    parent = Path(path).parent
+    if not parent.is_dir():
+        raise InvalidConfigError(f"no such folder to write a timeline to: {str(parent)!r}")
+    return Path(path)
 
 
 def lanes(slices: Iterable[Slice]) -> list[list[Slice]]:

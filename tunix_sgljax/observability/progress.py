@@ -1,7 +1,4 @@
-"""Progress bars for loading, warm-up and rollouts, in terminals and notebooks.
-
-Nothing here writes unless the user makes a `Progress` and passes it on.
-"""
+"""What a person sees of a rollout: bars, or a line for each slow phase where there are none."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -22,6 +19,12 @@ REDRAW_S = 0.2
 
 LOG_S = 10.0
 """The same for log files, where each drawing adds a line."""
+
+SLOW_S = 2.0
+"""Rollouts that take less than this many seconds have no line, except for the first."""
+
+HEARTBEAT_S = 20.0
+"""Seconds between two lines of a rollout that takes long."""
 
 
 def is_interactive() -> bool:
@@ -50,14 +53,12 @@ class Progress:
         self._home = HomeProcess("progress")
         self._lock = threading.Lock()
         self._bars: dict[str, tqdm[Any]] = {}
-        self._rollouts: dict[int, _RolloutBar] = {}
+        self._rounds = _Rounds(_RolloutBar)
 
     @property
     def is_enabled(self) -> bool:
         """Whether anything is drawn."""
         return self._is_enabled
-
-    # ------------------------------------------------------------------ loading and warm-up
 
     def started(self, task: str, total: int, unit: str) -> None:
         """Opens the task's bar."""
@@ -77,18 +78,14 @@ class Progress:
     def advanced(self, task: str, count: int) -> None:
         """Moves the task's bar on."""
         with self._lock:
-            bar = self._bars.get(task)
-            if bar is not None:
-                bar.update(count)
+            if task in self._bars:
+                self._bars[task].update(count)
 
     def finished(self, task: str) -> None:
         """Closes the task's bar."""
         with self._lock:
-            bar = self._bars.pop(task, None)
-            if bar is not None:
-                bar.close()
-
-    # ------------------------------------------------------------------ rollouts
+            if task in self._bars:
+                self._bars.pop(task).close()
 
     @contextlib.contextmanager
     def rollout(self, engine: Engine, num_requests: int) -> Iterator[None]:
@@ -96,22 +93,8 @@ class Progress:
         if not self._is_enabled:
             yield
             return
-        with self._lock:
-            bar = self._rollouts.get(id(engine))
-            if bar is None:
-                bar = self._rollouts[id(engine)] = _RolloutBar(engine)
-            bar.num_calls += 1
-            bar.add(num_requests)
-        try:
+        with self._rounds.call(engine, num_requests):
             yield
-        finally:
-            with self._lock:
-                bar.num_calls -= 1
-                if not bar.num_calls:
-                    del self._rollouts[id(engine)]
-                    bar.close()
-
-    # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
         """Closes the remaining bars, except those of running rollouts. Idempotent.
@@ -139,43 +122,175 @@ class Progress:
         self.close()
 
 
-class _RolloutBar:
-    """The bar of one engine, and the thread that draws it. Calls are made under one lock."""
+class PhaseLines:
+    """Writes lines to stderr while a run would be silent otherwise. Any thread.
+
+    A rollout without a `Progress` has one, since the first minutes of a run are compilation. Once
+    programs are compiled and rollouts are fast, it writes nothing.
+    """
+
+    def __init__(self, *, has_trainer: bool = False) -> None:
+        """Writes nothing yet; `has_trainer` says whether a trainer follows the first rollout."""
+        self.has_trainer = has_trainer
+        self._lock = threading.Lock()
+        self._totals: dict[str, tuple[int, int]] = {}
+        self._num_programs = 0
+        self._rounds = _Rounds(self._open_round)
+        self._is_first = True
+
+    def started(self, task: str, total: int, unit: str) -> None:
+        """Notes the number of programs, if the task compiles some."""
+        del unit
+        if not task.startswith("compile ") or not total:
+            return
+        with self._lock:
+            if task == "compile programs":
+                self._totals[task] = (0, total)
+                line = f"rollout compiles {total} program{'s' if total > 1 else ''}"
+            else:
+                self._num_programs += 1
+                name = task.removeprefix("compile ")
+                line = f"rollout compiles program {self._num_programs}, {name}"
+        _write(line)
+
+    def advanced(self, task: str, count: int) -> None:
+        """Counts units of a task that is noted."""
+        with self._lock:
+            if task not in self._totals:
+                return
+            done, total = self._totals[task]
+            self._totals[task] = (done + count, total)
+        _write(f"rollout compiled {done + count} of {total}")
+
+    def finished(self, task: str) -> None:
+        """Forgets the task."""
+        with self._lock:
+            self._totals.pop(task, None)
+
+    def rollout(self, engine: Engine, num_requests: int) -> contextlib.AbstractContextManager[None]:
+        """Wraps a call that generates; concurrent calls of an engine share their lines."""
+        return self._rounds.call(engine, num_requests)
+
+    def updated(self) -> None:
+        """The trainer has made a step and updated the weights."""
+        self.has_trainer = False
+
+    def _open_round(self, poll: _Poll) -> _RolloutLines:
+        is_first, self._is_first = self._is_first, False
+        return _RolloutLines(poll, is_first=is_first, has_trainer=lambda: self.has_trainer)
+
+
+class _Poll:
+    """What an engine did since concurrent calls began, and how many requests they have."""
 
     def __init__(self, engine: Engine) -> None:
         self.num_calls = 0
+        self.num_requests = 0
         self._engine = engine
         self._first = engine.get_progress()
         self._began = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._began
+
+    def __call__(self) -> tuple[EngineProgress, EngineProgress, int]:
+        """The first and the newest numbers, and the requests that ended; others may use it too."""
+        now = self._engine.get_progress()
+        return self._first, now, min(now.num_finished - self._first.num_finished, self.num_requests)
+
+
+class _RolloutBar:
+    """The bar of one engine."""
+
+    def __init__(self, poll: _Poll) -> None:
+        self.period_s = REDRAW_S if is_interactive() else LOG_S
+        self._poll = poll
         self._bar: tqdm[Any] = tqdm(
             desc="Rollout", total=0, unit=" request", leave=False, dynamic_ncols=True
         )
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="sgljax-progress", daemon=True)
-        self._thread.start()
 
-    def add(self, num_requests: int) -> None:
-        """Adds requests to the bar."""
-        self._bar.total += num_requests
+    def show(self) -> None:
+        first, now, num_finished = self._poll()
+        self._bar.set_postfix_str(describe(first, now, self._poll.seconds), refresh=False)
+        self._bar.total, self._bar.n = self._poll.num_requests, num_finished
+        self._bar.refresh()
 
     def close(self) -> None:
-        self._is_over.set()
-        self._thread.join()
-        self._draw()
+        self.show()
         self._bar.close()
 
-    def _run(self) -> None:
-        while not self._is_over.wait(REDRAW_S if is_interactive() else LOG_S):
-            self._draw()
 
-    def _draw(self) -> None:
-        now = self._engine.get_progress()
-        self._bar.set_postfix_str(
-            describe(self._first, now, time.perf_counter() - self._began), refresh=False
+class _RolloutLines:
+    """The lines of one engine's rollout."""
+
+    def __init__(self, poll: _Poll, *, is_first: bool, has_trainer: Callable[[], bool]) -> None:
+        self.period_s = HEARTBEAT_S
+        self._poll = poll
+        self._is_first = is_first
+        self._has_trainer = has_trainer
+
+    def show(self) -> None:
+        _write(self._line())
+
+    def close(self) -> None:
+        if self._is_first or self._poll.seconds >= SLOW_S:
+            turn = "; next the trainer, whose first step compiles"
+            _write(self._line() + (turn if self._has_trainer() else ""))
+
+    def _line(self) -> str:
+        (first, now, done), num = self._poll(), self._poll.num_requests
+        seconds = self._poll.seconds
+        rate = (now.num_output_tokens - first.num_output_tokens) / max(seconds, 1e-9)
+        return (
+            f"rollout {seconds:.1f} s, {f'{done} of ' if done < num else ''}{num} "
+            f"sample{'s' if num > 1 else ''}, {rate:.0f} tokens/s, weights v{now.weight_version}"
         )
-        # Others may use the same engine.
-        self._bar.n = min(now.num_finished - self._first.num_finished, self._bar.total)
-        self._bar.refresh()
+
+
+class _Rounds:
+    """Shows concurrent calls of an engine as one: by a thread while they last, and at their end."""
+
+    def __init__(self, open_view: Callable[[_Poll], _RolloutBar | _RolloutLines]) -> None:
+        self._open_view = open_view
+        self._lock = threading.Lock()
+        self._open: dict[int, tuple[_Poll, Callable[[], None]]] = {}
+
+    @contextlib.contextmanager
+    def call(self, engine: Engine, num_requests: int) -> Iterator[None]:
+        with self._lock:
+            if id(engine) not in self._open:
+                self._open[id(engine)] = self._begin(_Poll(engine))
+            poll, end = self._open[id(engine)]
+            poll.num_calls += 1
+            poll.num_requests += num_requests
+        try:
+            yield
+        finally:
+            with self._lock:
+                poll.num_calls -= 1
+                is_over = not poll.num_calls
+                if is_over:
+                    del self._open[id(engine)]
+            if is_over:
+                end()
+
+    def _begin(self, poll: _Poll) -> tuple[_Poll, Callable[[], None]]:
+        view, is_over = self._open_view(poll), threading.Event()
+
+        def show() -> None:
+            while not is_over.wait(view.period_s):
+                view.show()
+
+        thread = threading.Thread(target=show, name="sgljax-progress", daemon=True)
+        thread.start()
+
+        def end() -> None:
+            is_over.set()
+            thread.join()
+            view.close()
+
+        return poll, end
 
 
 def describe(first: EngineProgress, now: EngineProgress, seconds: float) -> str:
@@ -190,3 +305,11 @@ def describe(first: EngineProgress, now: EngineProgress, seconds: float) -> str:
         f"{rate:.0f} tokens/s, {now.num_running} running, {now.num_waiting} waiting, "
         f"{cached / max(prefilled + cached, 1):.0%} cached{drafts}, weights v{now.weight_version}"
     )
+
+
+def _write(line: str) -> None:
+    """Writes a line to stderr, above bars if there are any; a closed stderr is no error."""
+    with contextlib.suppress(OSError, ValueError):
+        if sys.stderr is not None:
+            tqdm.write(line, file=sys.stderr)
+            sys.stderr.flush()

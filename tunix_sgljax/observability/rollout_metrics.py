@@ -8,26 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from tunix.rl import rl_cluster as tunix_cluster
 
-from sgljax_engine import EngineCounters
 from tunix_sgljax.in_flight.wrapping import require_sgljax_rollout
 from tunix_sgljax.observability.observers import RolloutObservers, RolloutTotals
 
 PREFIX = "rollout"
-
-
-class StepTotals(NamedTuple):
-    """Totals of one step.
-
-    Attributes:
-        busy_s, sync_s, counters: See `RolloutTotals`; differences.
-        total_kv_tokens, weight_version: Values at its end.
-    """
-
-    busy_s: float
-    sync_s: float
-    counters: EngineCounters
-    total_kv_tokens: int
-    weight_version: int
 
 
 class Metric(NamedTuple):
@@ -35,17 +19,23 @@ class Metric(NamedTuple):
 
     Attributes:
         about: Description in one line, for the documentation.
-        value: Returns the value of a step, or None.
+        value: Returns the value of a step from its `RolloutTotals`, or None.
         reduce: How Tunix combines several values of one step.
     """
 
     about: str
-    value: Callable[[StepTotals], float | None]
+    value: Callable[[RolloutTotals], float | None]
     reduce: Callable[[Any], Any]
 
 
-def _ratio(part: float, whole: float) -> float | None:
-    return part / whole if whole > 0 else None
+def _ratio(about: str, parts: Callable[[RolloutTotals], tuple[float, float]]) -> Metric:
+    """A part and the whole, without a value where that is 0."""
+
+    def value(totals: RolloutTotals) -> float | None:
+        part, whole = parts(totals)
+        return part / whole if whole > 0 else None
+
+    return Metric(about, value, np.mean)
 
 
 def _total(about: str, counter: str) -> Metric:
@@ -55,18 +45,13 @@ def _total(about: str, counter: str) -> Metric:
 
 def _if_drafting(about: str, counter: str) -> Metric:
     """The same, without a value in a step that verified no drafts."""
-    return Metric(
-        about,
-        lambda t: getattr(t.counters, counter) if t.counters.num_verify_steps else None,
-        np.sum,
-    )
+    total = _total(about, counter).value
+    return Metric(about, lambda t: total(t) if t.counters.num_verify_steps else None, np.sum)
 
 
 METRICS: Mapping[str, Metric] = {
-    "tokens_per_s": Metric(
-        "output tokens over `seconds`",
-        lambda t: _ratio(t.counters.num_output_tokens, t.busy_s),
-        np.mean,
+    "tokens_per_s": _ratio(
+        "output tokens over `seconds`", lambda t: (t.counters.num_output_tokens, t.busy_s)
     ),
     "seconds": Metric(
         "seconds in which a `generate` call was under way and did not rest for the trainer",
@@ -78,23 +63,20 @@ METRICS: Mapping[str, Metric] = {
     "prefill_tokens": _total(
         "tokens prefilled, again after retractions included", "num_prefill_tokens"
     ),
-    "cache_hit_rate": Metric(
+    "cache_hit_rate": _ratio(
         "tokens taken from the prefix cache, of those and the ones prefilled",
-        lambda t: _ratio(
+        lambda t: (
             t.counters.num_cached_tokens,
             t.counters.num_cached_tokens + t.counters.num_prefill_tokens,
         ),
-        np.mean,
     ),
-    "kv_use": Metric(
+    "kv_use": _ratio(
         "KV pages in use, of all, mean over the dispatches",
-        lambda t: _ratio(t.counters.used_kv_tokens, t.counters.num_dispatches * t.total_kv_tokens),
-        np.mean,
+        lambda t: (t.counters.used_kv_tokens, t.counters.num_dispatches * t.total_kv_tokens),
     ),
-    "idle_rows": Metric(
+    "idle_rows": _ratio(
         "rows of `max_running_requests` without a request, share of their time in dispatches",
-        lambda t: _ratio(t.counters.idle_row_s, t.counters.row_s + t.counters.idle_row_s),
-        np.mean,
+        lambda t: (t.counters.idle_row_s, t.counters.row_s + t.counters.idle_row_s),
     ),
     "tail_s": _total("seconds with idle rows while no request waited", "tail_s"),
     "retractions": _total("times that a running request lost its pages", "num_retractions"),
@@ -103,15 +85,13 @@ METRICS: Mapping[str, Metric] = {
     "nonfinite_requests": _total(
         "requests that failed since their logits were NaN or infinite", "num_nonfinite_requests"
     ),
-    "time_to_first_token_s": Metric(
+    "time_to_first_token_s": _ratio(
         "seconds from the call to a request's first token, mean",
-        lambda t: _ratio(t.counters.time_to_first_token_s, t.counters.num_first_tokens),
-        np.mean,
+        lambda t: (t.counters.time_to_first_token_s, t.counters.num_first_tokens),
     ),
-    "latency_s": Metric(
+    "latency_s": _ratio(
         "seconds from the call to a request's end, mean",
-        lambda t: _ratio(t.counters.e2e_latency_s, t.counters.num_finished),
-        np.mean,
+        lambda t: (t.counters.e2e_latency_s, t.counters.num_finished),
     ),
     "prefill_s": _total("seconds that the engine thread spent dispatching prefill", "prefill_s"),
     "decode_s": _total(
@@ -128,10 +108,9 @@ METRICS: Mapping[str, Metric] = {
         lambda t: t.counters.acceptance_length or None,
         np.mean,
     ),
-    "draft_acceptance": Metric(
+    "draft_acceptance": _ratio(
         "draft tokens that were right, of those verified",
-        lambda t: _ratio(t.counters.num_accepted_tokens, t.counters.num_draft_tokens),
-        np.mean,
+        lambda t: (t.counters.num_accepted_tokens, t.counters.num_draft_tokens),
     ),
     "accepted_history": _if_drafting(
         "right draft tokens from earlier answers", "num_accepted_history"
@@ -141,9 +120,6 @@ METRICS: Mapping[str, Metric] = {
     ),
     "accepted_ngram": _if_drafting(
         "right draft tokens from the request's own", "num_accepted_ngram"
-    ),
-    "speculation_saved_s": _if_drafting(
-        "seconds that drafts saved, by the measured cost of a step", "speculation_saved_s"
     ),
     "weight_version": Metric(
         "weight version after the step's sync", lambda t: t.weight_version, np.max
@@ -201,12 +177,6 @@ class RolloutMetrics:
 
 def step_metrics(before: RolloutTotals, now: RolloutTotals) -> dict[str, float]:
     """The metrics of the time between two totals, without those that have no value."""
-    step = StepTotals(
-        now.busy_s - before.busy_s,
-        now.sync_s - before.sync_s,
-        now.counters.since(before.counters),
-        now.total_kv_tokens,
-        now.weight_version,
-    )
+    step = now.since(before)
     values = {name: metric.value(step) for name, metric in METRICS.items()}
     return {name: float(value) for name, value in values.items() if value is not None}

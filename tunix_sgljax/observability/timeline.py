@@ -1,8 +1,7 @@
 """A timeline of training steps for Perfetto: engine threads and trainer on one clock, in one file.
 
-The engine records its prefills, decodes, pauses, weight updates and sleeps; the rollout its calls;
-hooks of Tunix's trainer the training; and Tunix's own tracer, if the cluster has it, everything
-else (reference log-probs, advantages, data loading). All of them read `time.perf_counter`.
+The engine records its own threads, the rollout its calls, hooks of Tunix's trainer the training,
+and Tunix's tracer, if the cluster has it, everything else. All of them read `time.perf_counter`.
 """
 
 from __future__ import annotations
@@ -20,12 +19,18 @@ from typing import Any
 
 from tunix.perf.metrics import PerfMetricsConfig
 from tunix.rl import rl_cluster as tunix_cluster
+from tunix.sft.hooks import TrainingHooks
 
 from sgljax_engine import Engine, HomeProcess, InvalidConfigError, Recording
 from tunix_sgljax.in_flight.wrapping import require_sgljax_rollout
 from tunix_sgljax.observability.observers import HostSpan, RolloutObservers
-from tunix_sgljax.observability.perfetto_file import Counter, Slice, Track, write_trace
-from tunix_sgljax.observability.training_hooks import QuietHooks, add_training_hooks
+from tunix_sgljax.observability.perfetto_file import (
+    Counter,
+    Slice,
+    Track,
+    check_parent,
+    write_trace,
+)
 from tunix_sgljax.rollout import SglJaxRollout
 
 Target = Engine | SglJaxRollout | tunix_cluster.RLCluster
@@ -47,11 +52,7 @@ class Timeline:
     """
 
     def __init__(self, max_events: int = MAX_EVENTS) -> None:
-        """Records nothing yet.
-
-        Args:
-            max_events: Maximum number of events; older ones are dropped.
-        """
+        """Records nothing yet; of more than `max_events` the older ones are dropped."""
         self._max_events = max_events
         self._home = HomeProcess("timeline")
         self._lock = threading.Lock()
@@ -59,7 +60,7 @@ class Timeline:
         self._tunix_timelines: Mapping[str, Any] = MappingProxyType({})
         self._engine: Engine | None = None
         self._observers: RolloutObservers | None = None
-        self._hooked: list[Any] = []
+        self._hooked: dict[int, Any] = {}
         self._recording: Recording | None = None
         self._on_export: Callable[[], Any] | None = None
 
@@ -150,36 +151,26 @@ class Timeline:
                 f"first_step must be >= {cluster.global_steps}, the step of now, and num_steps "
                 f">= 1; got {first_step} and {num_steps}"
             )
-        if not Path(path).parent.is_dir():
-            raise InvalidConfigError(
-                f"no such folder to write a timeline to: {str(Path(path).parent)!r}"
-            )
+        check_parent(path)
         observers = require_sgljax_rollout(cluster, "a timeline").observers
+        config = cluster.perf_config
         if first_step == cluster.global_steps:
             self.start(cluster)
-        end = functools.partial(self._step_ended, cluster, observers, Path(path))
-        steps = (first_step, first_step + num_steps)
-        observers.on_updated.append(_StepWatch(cluster, steps, end).updated)
 
-    def _step_ended(
-        self,
-        cluster: tunix_cluster.RLCluster,
-        observers: RolloutObservers,
-        path: Path,
-        is_last: bool,
-        watch: Callable[[], None],
-    ) -> None:
-        """Handles the end of the step before the first recorded one, or of the last one."""
-        if not is_last:
-            self.start(cluster)
-            return
-        observers.on_updated.remove(watch)
-        self.stop()
-        config = cluster.perf_config
-        if config is not None and config.custom_export_fn_v2 == self._take_tunix:
-            self._on_export = functools.partial(self.save, path)  # Tunix commits its spans then
-        else:
-            self.save(path)
+        def updated() -> None:
+            """A step's weight sync is over; Tunix counts the step after this."""
+            if cluster.global_steps == first_step - 1:
+                self.start(cluster)
+            elif cluster.global_steps == first_step + num_steps - 1:
+                observers.on_updated.remove(updated)
+                self.stop()
+                if config is not None and config.custom_export_fn_v2 == self._take_tunix:
+                    # Tunix commits its spans then.
+                    self._on_export = functools.partial(self.save, path)
+                else:
+                    self.save(path)
+
+        observers.on_updated.append(updated)
 
     # ------------------------------------------------------------------ where it comes from
 
@@ -193,9 +184,10 @@ class Timeline:
         if critic is not None:
             trainers["train critic"] = critic
         for name, trainer in trainers.items():
-            if not any(trainer is hooked for hooked in self._hooked):
-                self._hooked.append(trainer)
-                add_training_hooks(trainer, _TrainSpans(name, self._add_span))
+            if id(trainer) not in self._hooked:
+                self._hooked[id(trainer)] = trainer
+                hooks = TrainSpans(name, self._add_span, trainer.training_hooks)
+                trainer.with_training_hooks(hooks)
 
     def _add_span(self, span: HostSpan) -> None:
         if self.is_recording:
@@ -327,41 +319,48 @@ def _args(tags: Mapping[str, Any]) -> dict[str, int | float | str]:
     }
 
 
-class _TrainSpans(QuietHooks):
-    """Records calls of a trainer's `train`, which wait for their computations."""
+class TrainSpans(TrainingHooks):
+    """Records a trainer's calls of `train`, which wait for their computations.
 
-    def __init__(self, name: str, tell: Callable[[HostSpan], None]) -> None:
+    It takes the place of the hooks that were there, and passes everything on to them.
+    """
+
+    def __init__(
+        self, name: str, tell: Callable[[HostSpan], None], before: TrainingHooks | None
+    ) -> None:
+        """Records nothing yet."""
         self._name = name
         self._tell = tell
+        self._before: Any = before
         self._began_s = 0.0
 
     def on_train_start(self, train_ctx: Any) -> None:
+        """A call of `train` begins; in RL, once per step."""
+        self._pass_on("on_train_start", train_ctx)
         self._began_s = time.perf_counter()
 
     def on_train_end(self, train_ctx: Any) -> None:
-        thread = threading.current_thread()
-        args = {"train_steps": train_ctx.train_steps}
-        now = time.perf_counter()
-        self._tell(
-            HostSpan(threading.get_ident(), thread.name, self._name, self._began_s, now, args)
-        )
+        """A call of `train` ends, and so do its computations."""
+        self._pass_on("on_train_end", train_ctx)
+        thread, args = threading.current_thread(), {"train_steps": train_ctx.train_steps}
+        began_s, now_s = self._began_s, time.perf_counter()
+        self._tell(HostSpan(threading.get_ident(), thread.name, self._name, began_s, now_s, args))
 
+    def on_train_step_start(self, train_ctx: Any) -> None:
+        """Passes on, as do the methods below."""
+        self._pass_on("on_train_step_start", train_ctx)
 
-class _StepWatch:
-    """Finds the ends of steps among weight updates."""
-
-    def __init__(
-        self,
-        cluster: tunix_cluster.RLCluster,
-        steps: tuple[int, int],
-        end: Callable[[bool, Callable[[], None]], None],
+    def on_train_step_end(  # noqa: D102
+        self, train_ctx: Any, train_step: int, train_loss: float
     ) -> None:
-        self._cluster = cluster
-        self._first, self._last = steps[0] - 1, steps[1] - 1
-        self._end = end
+        self._pass_on("on_train_step_end", train_ctx, train_step, train_loss)
 
-    def updated(self) -> None:
-        """Called after a weight sync; Tunix counts the step after this."""
-        step = self._cluster.global_steps
-        if step in (self._first, self._last):
-            self._end(step == self._last, self.updated)
+    def on_eval_step_start(self, train_ctx: Any) -> None:  # noqa: D102
+        self._pass_on("on_eval_step_start", train_ctx)
+
+    def on_eval_step_end(self, train_ctx: Any, eval_loss: float) -> None:  # noqa: D102
+        self._pass_on("on_eval_step_end", train_ctx, eval_loss)
+
+    def _pass_on(self, name: str, *args: Any) -> None:
+        if self._before is not None:
+            getattr(self._before, name)(*args)

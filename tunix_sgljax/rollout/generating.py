@@ -26,12 +26,7 @@ class SamplingReader:
     """Reads sampling parameters from the configs of calls. Any thread."""
 
     def __init__(self, extra: Mapping[str, Any], eos_id: int) -> None:
-        """Reads nothing yet.
-
-        Args:
-            extra: Sampling fields that RolloutConfig does not have; checked.
-            eos_id: The tokenizer's end token.
-        """
+        """Reads nothing yet."""
         self._extra = extra
         self._eos_id = eos_id
         self._lock = threading.Lock()

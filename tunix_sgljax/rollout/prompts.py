@@ -22,9 +22,6 @@ class PromptEncoder:
     def __init__(self, tokenizer: Any) -> None:
         """Wraps the tokenizer.
 
-        Args:
-            tokenizer: A Tunix TokenizerAdapter or anything it wraps.
-
         Raises:
             InvalidConfigError: for a tokenizer without pad and end tokens.
         """

@@ -88,11 +88,6 @@ def make_engine_config(
 ) -> EngineConfig:
     """The engine's configuration.
 
-    Args:
-        asked: What the training config asks for.
-        explicit: Options that override it.
-        implied_model_len: `max_model_len` if neither sets it.
-
     Raises:
         InvalidConfigError: names the option, its value and its limit, and the field behind it.
     """
@@ -117,11 +112,6 @@ def check_same_engine(
     asked: AskedOptions, running: EngineConfig, overridden: Collection[str]
 ) -> None:
     """Refuses engine fields of a config that differ from those the engine was made with.
-
-    Args:
-        asked: What the config of a later call asks for; fields at their defaults ask for nothing.
-        running: Configuration of the running engine.
-        overridden: Names of explicit options, which override any config.
 
     Raises:
         InvalidConfigError: names the option and both values.

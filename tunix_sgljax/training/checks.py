@@ -63,9 +63,14 @@ def check_config(config: TrainConfig) -> None:
 def unknown_choice(key: str, value: str, choices: Iterable[str]) -> str:
     """Says that a value is none of the choices, with the nearest one or all of them."""
     choices = list(choices)
-    near = difflib.get_close_matches(value, choices, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(choices)}"
-    return f"{key} must not be {value!r}; {hint}"
+    hint = hint_at(value, choices) or f"; known: {', '.join(choices)}"
+    return f"{key} must not be {value!r}{hint}"
+
+
+def hint_at(name: str, known: Iterable[str]) -> str:
+    """A question for the nearest known name; "" where none is near."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def make_checked(kind: Callable[..., T], section: str, values: Mapping[str, Any]) -> T:

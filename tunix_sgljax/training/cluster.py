@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import math
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from tunix.perf.metrics import PerfMetricsConfig
@@ -30,7 +28,7 @@ from tunix_sgljax.observability.progress import Progress
 from tunix_sgljax.rollout import SglJaxRollout
 from tunix_sgljax.rollout.options import rollout_options
 from tunix_sgljax.rollout_config.hints import rollout_field_hint
-from tunix_sgljax.training.checks import make_checked, refuse_unknown
+from tunix_sgljax.training.checks import hint_at, make_checked, refuse_unknown
 from tunix_sgljax.training.lora import apply_lora, checkpoint_root
 from tunix_sgljax.training.models import ModelSpec, copy_of, load_policy, make_critic
 from tunix_sgljax.training.rewards import whole_numbers
@@ -48,11 +46,7 @@ _OPTIMIZER_KEYS = {
 
 
 def check_sections(config: TrainConfig) -> None:
-    """Has Tunix's classes check the sections that are theirs.
-
-    Raises:
-        InvalidConfigError: names the section, and what Tunix says.
-    """
+    """Has Tunix's classes check the sections that are theirs; InvalidConfigError names them."""
     make_algorithm(config)
     make_over_sampling(config)
     rollout_configs(config, None)
@@ -86,6 +80,12 @@ def make_meshes(config: TrainConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Me
     return made, made if rollout is None else _make_mesh(rollout, devices[num_trainer:needed])
 
 
+def _make_mesh(section: MeshConfig, devices: list[Any]) -> jax.sharding.Mesh:
+    shape, names = tuple(section.shape), tuple(section.axis_names)
+    auto = (jax.sharding.AxisType.Auto,) * len(names)
+    return jax.make_mesh(shape, names, axis_types=auto, devices=devices)
+
+
 def rollout_engine(
     config: TrainConfig, progress: Progress | None = None
 ) -> Callable[..., BaseRollout]:
@@ -99,8 +99,7 @@ def rollout_engine(
 def end_tokens(config: TrainConfig, eos_id: int | None) -> list[int] | None:
     """What ends a completion: the config's ids, else the tokenizer's and the model folder's.
 
-    An instruct model's generation_config.json often has more than its tokenizer. None leaves it to
-    Tunix, which takes the tokenizer's.
+    None leaves it to Tunix, which takes the tokenizer's.
     """
     given, folder = config.rollout_config.get("eos_tokens"), config.actor_model_config.model_path
     if given is not None or folder is None:
@@ -245,20 +244,15 @@ def make_learner(
 
 
 def make_over_sampling(config: TrainConfig) -> OverSampling | None:
-    """The options of the section `over_sampling`.
-
-    Raises:
-        InvalidConfigError: names the key, its value and its limit.
-    """
+    """The options of the section `over_sampling`, or InvalidConfigError."""
     section = config.over_sampling
     if section is None:
         return None
     values = dataclasses.asdict(section)
     if section.known_rewards is not None:
         add_code_dir(config.task.code_dir)
-        values["known_rewards"] = import_function(
-            "over_sampling.known_rewards", section.known_rewards
-        )
+        key = "over_sampling.known_rewards"
+        values["known_rewards"] = import_function(key, section.known_rewards)
     return OverSampling(**values)
 
 
@@ -306,16 +300,6 @@ def _call(key: str, function: Callable[..., T], values: Mapping[str, Any]) -> T:
 def _function_of(module: Any, key: str, name: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if not callable(function):
-        near = difflib.get_close_matches(name, dir(module), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = hint_at(name, dir(module))
         raise InvalidConfigError(f"{key} {name!r} is no function of {module.__name__}{hint}")
     return function
-
-
-def _make_mesh(section: MeshConfig, devices: list[Any]) -> jax.sharding.Mesh:
-    shape, names = tuple(section.shape), tuple(section.axis_names)
-    if len(devices) == 1:
-        return jax.sharding.Mesh(np.array(devices).reshape(shape), names)
-    return jax.make_mesh(
-        shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names), devices=devices
-    )

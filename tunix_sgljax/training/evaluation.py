@@ -47,20 +47,11 @@ SPLITS = {"eval": "eval_dataset", "train": "dataset"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationOptions:
-    """What to evaluate, beside a training's config.
+    """What to evaluate, beside a training's config: the options of the command, by their names.
 
-    Attributes:
-        checkpoint: A folder of Tunix checkpoints, or one step; None takes the config's
-            `checkpoint_root_directory`, and without one the weights that training starts with.
-        step: Step of the checkpoint; None takes the latest. 0 is the weights that training starts
-            with.
-        model: A Hugging Face folder instead, such as `convert` writes.
-        split: "eval" for `task.eval_dataset`, "train" for `task.dataset`.
-        num_prompts: The first rows of it; None takes all.
-        num_samples: Completions of each prompt.
-        temperature: Instead of `eval_rollout_config`'s; 0 is greedy.
-        ks: Numbers of samples for pass@k.
-        pass_reward: A completion passes whose reward is at least this.
+    Without `checkpoint`, `step` and `model` it is the newest checkpoint of the config, or the
+    weights that training starts with, which are step 0. None as `num_prompts` takes all rows, as
+    `temperature` that of `eval_rollout_config`. `ks` are numbers of samples for pass@k.
     """
 
     checkpoint: Path | None = None
@@ -74,15 +65,12 @@ class EvaluationOptions:
     pass_reward: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuses values out of range.
-
-        Raises:
-            InvalidConfigError: names the option, its value and its limit.
-        """
+        """Refuses values out of range with an InvalidConfigError that names the option."""
         for name, least in (("num_prompts", 1), ("num_samples", 1), ("step", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
-                raise InvalidConfigError(f"{_flag(name)} must be at least {least}, got {value}")
+                flag = "--" + name.replace("_", "-")
+                raise InvalidConfigError(f"{flag} must be at least {least}, got {value}")
         for k in self.ks:
             if not 1 <= k <= self.num_samples:
                 raise InvalidConfigError(
@@ -120,7 +108,7 @@ class Weights(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """The result of an evaluation.
+    """The result of an evaluation: what evaluation.json holds.
 
     Attributes:
         weights: Whose weights were evaluated.
@@ -128,8 +116,7 @@ class Evaluation(NamedTuple):
         sampling: How completions were sampled.
         mean_reward: Mean of all completions' rewards.
         standard_error: Standard error of that mean over prompts; None for one prompt.
-        pass_at_k: Share of prompts of which at least one of k samples passes, estimated without
-            bias from all samples, by k.
+        pass_at_k: Share of prompts of which at least one of k samples passes, by k.
         pass_reward: The least reward that passes.
         num_cut: Completions that ended at the most tokens.
         samples: For each prompt its text, completions and rewards.
@@ -164,11 +151,11 @@ def run_evaluation(
     algorithm = make_algorithm(config)
     reward_fns = [checked(function) for function in find_reward_functions(config.task)]
     tokenizer = load_tokenizer(config)
-    rows = _rows(config, options, tokenizer)
+    rows, num = _rows(config, options, tokenizer), options.num_samples
     sampling = rollout_configs(config, end_tokens(config, tokenizer.eos_id()))[Mode.EVAL]
-    if sampling.temperature == 0 and options.num_samples > 1:
+    if sampling.temperature == 0 and num > 1:
         raise InvalidConfigError(
-            f"--num-samples {options.num_samples} needs a temperature above 0: greedy completions "
+            f"--num-samples {num} needs a temperature above 0: greedy completions "
             "of a prompt are all the same"
         )
     spec = find_model(config.actor_model_config)
@@ -177,15 +164,46 @@ def run_evaluation(
     worker = rollout_engine(config, progress)(
         rollout_actor=actor, tokenizer=tokenizer, mesh=rollout_mesh, rollout_config=sampling
     )
+    repeated = [row for row in rows for _ in range(num)]
+    prompts = [row["prompts"] for row in repeated]
     try:
-        repeated = [row for row in rows for _ in range(options.num_samples)]
-        texts, num_cut = _generate(worker, repeated, sampling, config)
+        texts, num_cut = _generate(worker, prompts, sampling, config)
     finally:
         if isinstance(worker, SglJaxRollout):
             worker.close()
-    prompts = [row["prompts"] for row in repeated]
     rewards = sum_rewards(reward_fns, prompts, texts, to_columns(repeated), algorithm)
-    return _summarize(config, options, weights, rows, texts, rewards, sampling, num_cut)
+    rewards_PS = rewards.reshape(len(rows), num)
+    num_passed = (rewards_PS >= options.pass_reward).sum(axis=1).tolist()
+    error = rewards_PS.mean(axis=1).std(ddof=1) / math.sqrt(len(rows)) if len(rows) > 1 else None
+    names = ("temperature", "top_p", "top_k", "max_tokens_to_generate")
+    return Evaluation(
+        weights=weights,
+        data={
+            "dataset": getattr(config.task, SPLITS[options.split]),
+            "split": options.split,
+            "reward_functions": config.task.reward_functions,
+            "num_prompts": len(rows),
+        },
+        sampling={
+            "rollout_engine": config.rollout_engine,
+            "num_samples": num,
+            **{name: getattr(sampling, name) for name in names},
+            "seed": config.seed,
+        },
+        mean_reward=float(rewards.mean()),
+        standard_error=None if error is None else float(error),
+        pass_at_k={str(k): pass_at_k(num_passed, num, k) for k in options.ks},
+        pass_reward=options.pass_reward,
+        num_cut=num_cut,
+        samples=[
+            {
+                "prompt": row["prompts"],
+                "completions": texts[i * num : (i + 1) * num],
+                "rewards": rewards_PS[i].tolist(),
+            }
+            for i, row in enumerate(rows)
+        ],
+    )
 
 
 def sum_rewards(
@@ -218,10 +236,6 @@ def pass_at_k(num_passed: Sequence[int], num_samples: int, k: int) -> float:
     return float(np.mean(shares))
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def _with_options(config: TrainConfig, options: EvaluationOptions) -> TrainConfig:
     """The config with the options of an evaluation in it."""
     training = dict(config.rl_training_config)
@@ -232,14 +246,9 @@ def _with_options(config: TrainConfig, options: EvaluationOptions) -> TrainConfi
     changes: dict[str, Any] = {"rl_training_config": training, "over_sampling": None}
     if options.model is not None:
         training["checkpoint_root_directory"] = None
+        none = dict.fromkeys(("model_name", "family", "checkpoint", "lora_config"))
         changes["actor_model_config"] = dataclasses.replace(
-            config.actor_model_config,
-            model_path=str(options.model),
-            model_name=None,
-            family=None,
-            shape={},
-            checkpoint=None,
-            lora_config=None,
+            config.actor_model_config, model_path=str(options.model), shape={}, **none
         )
     if options.temperature is not None:
         sampling = {**config.eval_rollout_config, "temperature": options.temperature}
@@ -269,9 +278,13 @@ def _load_weights(
     model, lora = config.actor_model_config, config.actor_model_config.lora_config
     folder = _checkpoint_folder(config, options)
     if folder is None:
-        return load_policy(model, spec, mesh), _first_weights(config)
-    root, step = root_of(folder), int(folder.parent.name)
-    training = {**config.rl_training_config, "checkpoint_root_directory": str(root)}
+        if model.model_path is not None:
+            first = Weights("folder", model.model_path)
+        else:
+            first = Weights("random" if model.checkpoint is None else "file", model.checkpoint)
+        return load_policy(model, spec, mesh), first
+    step, training = int(folder.parent.name), dict(config.rl_training_config)
+    training["checkpoint_root_directory"] = str(root_of(folder))
     check_resume(dataclasses.replace(config, rl_training_config=training), spec)
     if lora is None:
         check_shapes(f"checkpoint {folder}", stored_shapes(folder), nnx.state(spec.abstract()))
@@ -308,75 +321,19 @@ def _checkpoint_folder(config: TrainConfig, options: EvaluationOptions) -> Path 
     return find_step(root, options.step)
 
 
-def _first_weights(config: TrainConfig) -> Weights:
-    model = config.actor_model_config
-    if model.model_path is not None:
-        return Weights("folder", model.model_path)
-    return Weights("random" if model.checkpoint is None else "file", model.checkpoint)
-
-
 def _generate(
-    worker: BaseRollout, rows: Sequence[Row], sampling: RolloutConfig, config: TrainConfig
+    worker: BaseRollout, prompts: list[str], sampling: RolloutConfig, config: TrainConfig
 ) -> tuple[list[str], int]:
-    """A completion of each row, and how many ended at the most tokens."""
-    # Continuous batching wants all rows at once; vanilla takes memory for all that it is given.
+    """A completion of each prompt, and how many ended at the most tokens."""
+    # Continuous batching wants all prompts at once; vanilla takes memory for all that it is given.
     is_ours = isinstance(worker, SglJaxRollout)
-    size = len(rows) if is_ours else config.batch_size * config.num_generations
+    size = len(prompts) if is_ours else config.batch_size * config.num_generations
     ends, texts, num_cut = set(sampling.eos_tokens or [worker.eos_id()]), [], 0
-    for first in range(0, len(rows), size):
-        prompts = [row["prompts"] for row in rows[first : first + size]]
-        output = worker.generate(prompts, sampling)
+    for first in range(0, len(prompts), size):
+        output = worker.generate(prompts[first : first + size], sampling)
         texts += output.text
         num_cut += sum(
             len(ids) >= sampling.max_tokens_to_generate and int(ids[-1]) not in ends
             for ids in output.tokens
         )
     return texts, num_cut
-
-
-def _summarize(
-    config: TrainConfig,
-    options: EvaluationOptions,
-    weights: Weights,
-    rows: Sequence[Row],
-    texts: Sequence[str],
-    rewards: np.ndarray,
-    sampling: RolloutConfig,
-    num_cut: int,
-) -> Evaluation:
-    num, key = options.num_samples, SPLITS[options.split]
-    rewards_PS = rewards.reshape(len(rows), num)
-    num_passed = (rewards_PS >= options.pass_reward).sum(axis=1).tolist()
-    means = rewards_PS.mean(axis=1)
-    error = float(means.std(ddof=1) / math.sqrt(len(rows))) if len(rows) > 1 else None
-    return Evaluation(
-        weights=weights,
-        data={
-            "dataset": getattr(config.task, key),
-            "split": options.split,
-            "reward_functions": config.task.reward_functions,
-            "num_prompts": len(rows),
-        },
-        sampling={
-            "rollout_engine": config.rollout_engine,
-            "num_samples": num,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "max_tokens_to_generate": sampling.max_tokens_to_generate,
-            "seed": config.seed,
-        },
-        mean_reward=float(rewards.mean()),
-        standard_error=error,
-        pass_at_k={str(k): pass_at_k(num_passed, num, k) for k in options.ks},
-        pass_reward=options.pass_reward,
-        num_cut=num_cut,
-        samples=[
-            {
-                "prompt": row["prompts"],
-                "completions": list(texts[i * num : (i + 1) * num]),
-                "rewards": rewards_PS[i].tolist(),
-            }
-            for i, row in enumerate(rows)
-        ],
-    )

@@ -62,12 +62,7 @@ class RunResult(NamedTuple):
 
 
 class Resumed(NamedTuple):
-    """What a run resumes from.
-
-    Attributes:
-        num_done: Steps that the checkpoint holds.
-        folder: The checkpoint.
-    """
+    """The checkpoint that a run resumes from, and the steps that it holds."""
 
     num_done: int
     folder: Path
@@ -97,12 +92,6 @@ def prepare(config: TrainConfig) -> Prepared:
     memory = estimate_memory(config, spec, mesh, make_optimizers(config))
     tokenizer = load_tokenizer(config)
     task = load_task(config.task, tokenizer)
-    _check_calls(config, task)
-    return Prepared(spec, tokenizer, task, memory)
-
-
-def _check_calls(config: TrainConfig, task: Task) -> None:
-    """Refuses reward functions that cannot be called as Tunix and over-sampling call them."""
     fields = [field.name for field in dataclasses.fields(make_algorithm(config))]
     for function in task.reward_fns:
         check_call("task.reward_functions:", task, function, GIVEN, fields)
@@ -110,6 +99,7 @@ def _check_calls(config: TrainConfig, task: Task) -> None:
     if over_sampling is not None and over_sampling.known_rewards is not None:
         given = ("prompts", "completions", "finished", "trajectory_ids")
         check_call("over_sampling.known_rewards:", task, over_sampling.known_rewards, given)
+    return Prepared(spec, tokenizer, task, memory)
 
 
 def run(
@@ -187,7 +177,7 @@ def run(
         if done < config.num_steps:
             numbers, size = range(len(task.eval_rows)), config.batch_size
             held_out = [task.eval_batch(numbers[i : i + size]) for i in numbers[::size]]
-            data = _TrainingData(config, task, should_stop, num_updates)
+            data = _training_data(config, task, should_stop, num_updates)
             learner.train(data, held_out or None)
         num_steps = done + len(recorder.records)
         was_stopped = num_steps < config.num_steps
@@ -231,10 +221,7 @@ def _check_timeline(config: TrainConfig) -> None:
 def evaluate(cluster: RLCluster, task: Task, algorithm: AlgorithmConfig | None = None) -> float:
     """The mean reward of one completion for each held-out row, as `eval_rollout_config` samples.
 
-    Args:
-        cluster: With the policy to evaluate.
-        task: Has the held-out rows.
-        algorithm: The learner's config, which names the reward manager; None takes Tunix's own.
+    The learner's config names the reward manager; None takes Tunix's own.
     """
     columns = task.eval_batch(range(len(task.eval_rows)))
     prompts = [str(prompt) for prompt in columns.pop("prompts")]
@@ -242,33 +229,21 @@ def evaluate(cluster: RLCluster, task: Task, algorithm: AlgorithmConfig | None =
     return float(sum_rewards(task.reward_fns, prompts, completions, columns, algorithm).mean())
 
 
-class _TrainingData:
+def _training_data(
+    config: TrainConfig, task: Task, should_stop: Callable[[], bool], num_updates: int
+) -> Iterator[TrainingInputT]:
     """Endless batches: Tunix stops after its number of steps, or when the user wants.
 
     A learner of Tunix that resumes skips the rows of each weight update. Where it trains on a batch
     several times, it skips too many; rows are put before the first ones for that.
     """
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        task: Task,
-        should_stop: Callable[[], bool],
-        num_updates: int,
-    ) -> None:
-        num_batches = -(-num_updates // config.algorithm.get("num_iterations", 1))
-        num_too_many = (num_updates - num_batches) * config.mini_batch_size
-        self._num_skipped = num_too_many if config.over_sampling is None else 0
-        self._config = config
-        self._task = task
-        self._should_stop = should_stop
-
-    def __iter__(self) -> Iterator[TrainingInputT]:
-        config = self._config
-        seed = config.seed if config.task.shuffle else None
-        drawn = batches(self._task.rows, config.batch_size, seed, self._num_skipped)
-        yield next(drawn)  # Tunix looks at its size before it trains
-        for batch in drawn:
-            if self._should_stop():
-                return
-            yield batch
+    num_batches = -(-num_updates // config.algorithm.get("num_iterations", 1))
+    num_too_many = (num_updates - num_batches) * config.mini_batch_size
+    num_skipped = num_too_many if config.over_sampling is None else 0
+    seed = config.seed if config.task.shuffle else None
+    drawn = batches(task.rows, config.batch_size, seed, num_skipped)
+    yield next(drawn)  # Tunix looks at its size before it trains
+    for batch in drawn:
+        if should_stop():
+            return
+        yield batch

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +14,7 @@ from tunix_sgljax.checkpoints.lora_settings import LoraSettings, read_settings, 
 from tunix_sgljax.checkpoints.tunix import find_latest, stored_shapes
 from tunix_sgljax.lora import is_lora_name
 from tunix_sgljax.training.models import ModelSpec, check_shapes
-from tunix_sgljax.training.schema import LoraConfig, TrainConfig
+from tunix_sgljax.training.schema import TrainConfig
 
 _EMBEDDER = "embedder"
 
@@ -28,35 +26,25 @@ class AbstractActor(NamedTuple):
     base: nnx.State
 
 
-def apply_lora(model: nnx.Module, section: LoraConfig, seed: int) -> nnx.Module:
+def apply_lora(model: nnx.Module, section: LoraSettings, seed: int) -> nnx.Module:
     """Adds pairs that change nothing yet: A is random, and B is 0.
 
-    Args:
-        model: A Tunix model. It stays unchanged; the result shares its arrays, except quantised
-            weights.
-        section: Which weights get pairs, and how.
-        seed: Seed of A.
+    The model stays unchanged; the result shares its arrays, except quantised weights.
     """
     given: Any = model
     provider = qwix.LoraProvider(**dataclasses.asdict(section))
-    inputs = given.get_model_input()
-    with _without_remat(given.config):
+    inputs, before = given.get_model_input(), given.config.remat_config
+    # qwix must see all weights, which newer models hide in rematerialised layers. Some configs are
+    # frozen.
+    object.__setattr__(given.config, "remat_config", type(before).NONE)
+    try:
         actor: Any = qwix.apply_lora_to_model(given, provider, **inputs, rngs=nnx.Rngs(seed))
+    finally:
+        object.__setattr__(given.config, "remat_config", before)
     return actor
 
 
-@contextlib.contextmanager
-def _without_remat(config: Any) -> Iterator[None]:
-    """Wraps the call in which qwix finds weights: newer models hide rematerialised layers."""
-    before = config.remat_config
-    object.__setattr__(config, "remat_config", type(before).NONE)  # some families' are frozen
-    try:
-        yield
-    finally:
-        object.__setattr__(config, "remat_config", before)
-
-
-def abstract_actor(spec: ModelSpec, section: LoraConfig) -> AbstractActor:
+def abstract_actor(spec: ModelSpec, section: LoraSettings) -> AbstractActor:
     """A LoRA actor without weights.
 
     Raises:
@@ -81,7 +69,7 @@ def abstract_actor(spec: ModelSpec, section: LoraConfig) -> AbstractActor:
             "Tunix cannot train a pair; '.*(attn|mlp).*' leaves it out"
         )
     if not paths:
-        everything = LoraConfig(rank=1, alpha=1.0, module_path=".*")
+        everything = LoraSettings(rank=1, alpha=1.0, module_path=".*")
         paths = _module_paths(nnx.state(_abstract(spec, everything), nnx.LoRAParam))
         raise InvalidConfigError(
             f"lora_config.module_path {section.module_path!r} fits no projection of the model; it "
@@ -90,7 +78,7 @@ def abstract_actor(spec: ModelSpec, section: LoraConfig) -> AbstractActor:
     return AbstractActor(pairs, nnx.state(made, nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))))
 
 
-def _abstract(spec: ModelSpec, section: LoraConfig) -> nnx.Module:
+def _abstract(spec: ModelSpec, section: LoraSettings) -> nnx.Module:
     def make() -> nnx.Module:
         actor: Any = apply_lora(spec.model_class(spec.config, rngs=nnx.Rngs(0)), section, 0)
         if section.weight_qtype is not None:
@@ -138,9 +126,9 @@ def check_resume(config: TrainConfig, spec: ModelSpec) -> None:
         )
     if lora is None:
         return
-    ours, theirs = _settings(lora), read_settings(root)
-    if theirs is not None and theirs != ours:
-        raise InvalidConfigError(f"{where} was trained with {theirs}, but lora_config is {ours}")
+    theirs = read_settings(root)
+    if theirs is not None and theirs != lora:
+        raise InvalidConfigError(f"{where} was trained with {theirs}, but lora_config is {lora}")
     check_shapes(where, stored, abstract_actor(spec, lora).pairs)
 
 
@@ -148,8 +136,4 @@ def keep_lora_settings(config: TrainConfig) -> None:
     """Writes the LoRA settings, which checkpoints lack, beside them."""
     root, lora = checkpoint_root(config), config.actor_model_config.lora_config
     if root is not None and lora is not None:
-        write_settings(root, _settings(lora))
-
-
-def _settings(lora: LoraConfig) -> LoraSettings:
-    return LoraSettings(**dataclasses.asdict(lora))
+        write_settings(root, lora)

@@ -61,13 +61,7 @@ def estimate_memory(
     mesh: jax.sharding.Mesh,
     optimizers: tuple[optax.GradientTransformation, optax.GradientTransformation],
 ) -> MemoryEstimate:
-    """Adds up the memory of a run without allocating any.
-
-    Args:
-        config: Config of the run.
-        spec: Its model.
-        mesh: The trainer's mesh.
-        optimizers: Of the policy and of the critic.
+    """Adds up the memory of a run without allocating any, for the trainer's mesh.
 
     Raises:
         InvalidConfigError: a parameter cannot be split over the mesh.

@@ -36,12 +36,11 @@ _ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "qwen3",
     "LlamaForCausalLM": "llama3",
 }
-_CLASSES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama3": "Llama3"}
-_CRITIC_FAMILIES = ("qwen2", "qwen3")
-"""Families that support a critic: Tunix 0.1.7 cannot ask its Llama 3 for values."""
-
 _TIED = {"qwen2": "use_tied_embedding", "qwen3": "use_tied_embedding", "llama3": "weight_tying"}
 """The field of each family's config that ties the output projection to the embedding."""
+
+_CRITIC_FAMILIES = ("qwen2", "qwen3")
+"""Families that support a critic: Tunix 0.1.7 cannot ask its Llama 3 for values."""
 
 _SHAPE_FIELDS = (
     *("num_layers", "vocab_size", "embed_dim", "hidden_dim", "num_heads", "num_kv_heads"),
@@ -51,13 +50,7 @@ _EMPTY_KERNELS = ("gate_proj", "up_proj", "down_proj")
 
 
 class ModelSpec(NamedTuple):
-    """A model: a Tunix class and its config.
-
-    Attributes:
-        family: One of `FAMILIES`.
-        model_class: The NNX class.
-        config: Tunix's ModelConfig.
-    """
+    """A model: one of `FAMILIES`, Tunix's NNX class and its ModelConfig."""
 
     family: str
     model_class: Callable[..., Any]
@@ -86,100 +79,28 @@ def find_model(section: ModelSection) -> ModelSpec:
         family, config = section.family, _make_config(section.family, section.shape)
     if section.checkpoint is not None and not Path(section.checkpoint).is_file():
         raise InvalidConfigError(f"checkpoint {section.checkpoint} is no file")
-    module = importlib.import_module(f"tunix.models.{family}.model")
+    module = _module(family)
     changes: dict[str, Any] = {"remat_config": module.RematConfig[section.remat.upper()]}
-    names = {field.name for field in dataclasses.fields(config)}
     if section.dtype is not None:
-        dtype = jnp.dtype(section.dtype)
-        changes |= {name: dtype for name in ("dtype", "param_dtype") if name in names}
+        names = {"dtype", "param_dtype"} & {field.name for field in dataclasses.fields(config)}
+        changes |= dict.fromkeys(names, jnp.dtype(section.dtype))
     config = dataclasses.replace(config, **changes)
-    return ModelSpec(family, getattr(module, _CLASSES[family]), config)
+    return ModelSpec(family, getattr(module, family.capitalize()), config)
 
 
-def load_policy(section: ModelSection, spec: ModelSpec, mesh: jax.sharding.Mesh) -> nnx.Module:
-    """The policy with its first weights, sharded over the mesh.
-
-    Raises:
-        InvalidConfigError: the folder or the checkpoint does not hold this model.
-    """
-    if section.model_path is not None:
-        params = importlib.import_module(f"tunix.models.{spec.family}.params")
-        dtype = None if section.dtype is None else jnp.dtype(section.dtype)
-        return params.create_model_from_safe_tensors(section.model_path, spec.config, mesh, dtype)
-    if section.checkpoint is not None:
-        arrays = _read_checkpoint(Path(section.checkpoint), spec)
-    else:
-        arrays = _random_weights(spec, section.rng_seed)
-    graphdef, state = nnx.split(spec.abstract())
-    for (key, param), (_, sharding) in zip(
-        nnx.to_flat_state(state),
-        nnx.to_flat_state(nnx.get_named_sharding(state, mesh)),
-        strict=True,
-    ):
-        dtype = section.dtype or param.dtype
-        array = arrays[_name(key)].astype(dtype)
-        param.set_value(jax.device_put(array, sharding.get_value()))
-    return nnx.merge(graphdef, state)
+def _module(family: str) -> Any:
+    return importlib.import_module(f"tunix.models.{family}.model")
 
 
-def copy_of(model: nnx.Module) -> nnx.Module:
-    """A second model with the same arrays, which Tunix's trainer replaces and never changes."""
-    return nnx.merge(*nnx.split(model))
-
-
-def make_critic(
-    spec: ModelSpec, policy: nnx.Module, mesh: jax.sharding.Mesh, seed: int
-) -> nnx.Module:
-    """A model that gives each token a value: the policy with one output instead of logits.
-
-    Like Tunix's `create_critic_model`, but also for models with tied embeddings.
-    """
-    critic = abstract_critic(spec)
-    graphdef, state = nnx.split(critic)
-    of_policy = dict(nnx.to_flat_state(nnx.state(policy)))
-    head = _value_head(spec, seed)
-    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    for key, param in nnx.to_flat_state(state):
-        if key[0] == "lm_head":
-            like = next(iter(of_policy.values()))
-            array = head.kernel[...].astype(like[...].dtype)
-            param.set_value(jax.device_put(array, replicated))
-        else:
-            param.set_value(of_policy[key][...])
-    return nnx.merge(graphdef, state)
-
-
-def abstract_critic(spec: ModelSpec) -> nnx.Module:
-    """The critic without weights.
-
-    Raises:
-        InvalidConfigError: Tunix cannot train a critic of this family.
-    """
-    if spec.family not in _CRITIC_FAMILIES:
-        raise InvalidConfigError(
-            f"training_mode ppo needs a model of {' or '.join(_CRITIC_FAMILIES)}, got "
-            f"{spec.family}: Tunix 0.1.7 asks a critic with arguments that it does not take"
-        )
-    untied = dataclasses.replace(spec.config, **{_TIED[spec.family]: False})
-
-    def make() -> Any:
-        critic = spec.model_class(untied, rngs=nnx.Rngs(0))
-        critic.lm_head = _value_head(spec, 0)
-        return critic
-
-    return nnx.eval_shape(make)
-
-
-def _value_head(spec: ModelSpec, seed: int) -> nnx.Linear:
-    return nnx.Linear(spec.config.embed_dim, 1, use_bias=False, rngs=nnx.Rngs(seed))
+def _make_config(family: str, shape: Mapping[str, Any]) -> Any:
+    return make_checked(_module(family).ModelConfig, "actor_model_config.shape", shape)
 
 
 def _read_folder(folder: str) -> tuple[str, Any]:
     if not (check_model_folder("model_path", folder) / "config.json").is_file():
         raise InvalidConfigError(f"model_path {folder} has no config.json; it must be an HF folder")
     model = load_model_config(folder)
-    family = _ARCHITECTURES.get(model.architecture)
-    if family is None:
+    if model.architecture not in _ARCHITECTURES:
         raise InvalidConfigError(
             f"model_path {folder} holds a {model.architecture}; training reads "
             f"{', '.join(_ARCHITECTURES)}"
@@ -193,7 +114,7 @@ def _read_folder(folder: str) -> tuple[str, Any]:
         )
     config = tunix_config(model)
     as_trained(model, config)
-    return family, config
+    return _ARCHITECTURES[model.architecture], config
 
 
 def tunix_config(model: ModelConfig) -> Any:
@@ -212,16 +133,9 @@ def tunix_config(model: ModelConfig) -> Any:
         _TIED[family]: model.tie_word_embeddings,
     }
     if model.moe is not None:
-        shape |= {
-            "num_experts": model.moe.num_experts,
-            "num_experts_per_tok": model.moe.num_experts_per_token,
-        }
+        shape["num_experts"] = model.moe.num_experts
+        shape["num_experts_per_tok"] = model.moe.num_experts_per_token
     return _make_config(family, shape)
-
-
-def _make_config(family: str, shape: Mapping[str, Any]) -> Any:
-    module = importlib.import_module(f"tunix.models.{family}.model")
-    return make_checked(module.ModelConfig, "actor_model_config.shape", shape)
 
 
 def named_config(name: str) -> Any:
@@ -252,16 +166,38 @@ def _check_name(section: ModelSection, family: str, config: Any) -> None:
     """Refuses a folder that holds another model than `model_name`."""
     assert section.model_name is not None
     named_family, named = _read_name(section.model_name)
-    pairs = {"family": (family, named_family)}
-    pairs |= {
-        name: (getattr(config, name, None), getattr(named, name, None)) for name in _SHAPE_FIELDS
-    }
-    for name, (ours, theirs) in pairs.items():
-        if ours != theirs:
+    ours, theirs = (
+        {"family": of, **{name: getattr(shape, name, None) for name in _SHAPE_FIELDS}}
+        for of, shape in ((family, config), (named_family, named))
+    )
+    for name, value in ours.items():
+        if value != theirs[name]:
             raise InvalidConfigError(
                 f"model_path {section.model_path} is no {section.model_name}: its {name} is "
-                f"{ours}, not {theirs}"
+                f"{value}, not {theirs[name]}"
             )
+
+
+def load_policy(section: ModelSection, spec: ModelSpec, mesh: jax.sharding.Mesh) -> nnx.Module:
+    """The policy with its first weights, sharded over the mesh.
+
+    Raises:
+        InvalidConfigError: the folder or the checkpoint does not hold this model.
+    """
+    if section.model_path is not None:
+        params = importlib.import_module(f"tunix.models.{spec.family}.params")
+        dtype = None if section.dtype is None else jnp.dtype(section.dtype)
+        return params.create_model_from_safe_tensors(section.model_path, spec.config, mesh, dtype)
+    if section.checkpoint is not None:
+        arrays = _read_checkpoint(Path(section.checkpoint), spec)
+    else:
+        arrays = _random_weights(spec, section.rng_seed)
+    graphdef, state = nnx.split(spec.abstract())
+    shardings = nnx.to_flat_state(nnx.get_named_sharding(state, mesh))
+    for (key, param), (_, sharding) in zip(nnx.to_flat_state(state), shardings, strict=True):
+        array = arrays[_name(key)].astype(section.dtype or param.dtype)
+        param.set_value(jax.device_put(array, sharding.get_value()))
+    return nnx.merge(graphdef, state)
 
 
 def _read_checkpoint(path: Path, spec: ModelSpec) -> dict[str, np.ndarray]:
@@ -305,6 +241,53 @@ def _random_weights(spec: ModelSpec, seed: int) -> dict[str, np.ndarray]:
 
 def _name(key: Sequence[Any]) -> str:
     return ".".join(map(str, key))
+
+
+def copy_of(model: nnx.Module) -> nnx.Module:
+    """A second model with the same arrays, which Tunix's trainer replaces and never changes."""
+    return nnx.merge(*nnx.split(model))
+
+
+def make_critic(
+    spec: ModelSpec, policy: nnx.Module, mesh: jax.sharding.Mesh, seed: int
+) -> nnx.Module:
+    """A model that gives each token a value: the policy with one output instead of logits.
+
+    Like Tunix's `create_critic_model`, but also for models with tied embeddings.
+    """
+    graphdef, state = nnx.split(abstract_critic(spec))
+    of_policy = dict(nnx.to_flat_state(nnx.state(policy)))
+    dtype = next(iter(of_policy.values()))[...].dtype
+    head = _value_head(spec, seed).kernel[...].astype(dtype)
+    head = jax.device_put(head, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    for key, param in nnx.to_flat_state(state):
+        param.set_value(head if key[0] == "lm_head" else of_policy[key][...])
+    return nnx.merge(graphdef, state)
+
+
+def abstract_critic(spec: ModelSpec) -> nnx.Module:
+    """The critic without weights.
+
+    Raises:
+        InvalidConfigError: Tunix cannot train a critic of this family.
+    """
+    if spec.family not in _CRITIC_FAMILIES:
+        raise InvalidConfigError(
+            f"training_mode ppo needs a model of {' or '.join(_CRITIC_FAMILIES)}, got "
+            f"{spec.family}: Tunix 0.1.7 asks a critic with arguments that it does not take"
+        )
+    untied = dataclasses.replace(spec.config, **{_TIED[spec.family]: False})
+
+    def make() -> Any:
+        critic = spec.model_class(untied, rngs=nnx.Rngs(0))
+        critic.lm_head = _value_head(spec, 0)
+        return critic
+
+    return nnx.eval_shape(make)
+
+
+def _value_head(spec: ModelSpec, seed: int) -> nnx.Linear:
+    return nnx.Linear(spec.config.embed_dim, 1, use_bias=False, rngs=nnx.Rngs(seed))
 
 
 def load_tokenizer(config: TrainConfig) -> TokenizerAdapter:

@@ -1,4 +1,4 @@
-"""What happened in a training run: a record and a line per step, and records.json."""
+"""Reports of a training run: a record and a line for each step, and records.json."""
 
 from __future__ import annotations
 
@@ -28,18 +28,10 @@ WINDOW = 10
 """Steps over which rewards are averaged."""
 
 _REWARD = "rewards/score/mean"
-
-_TAIL = {
-    "carried_groups": "over_sampling/carried_groups",
-    "dropped_groups": "over_sampling/dropped_groups",
-    "aborted_groups": "over_sampling/aborted_groups",
-    "ended_groups": "over_sampling/ended_groups",
-    "age_mean": "over_sampling/age_mean",
-    "age_max": "over_sampling/age_max",
-    "wait_s": "over_sampling/wait_s",
-    "tail_s": "rollout/tail_s",
-}
-"""What over-sampling tells of a step, by Tunix's metrics."""
+_GROUPS = ("carried_groups", "dropped_groups", "aborted_groups", "ended_groups")
+_TAIL = {name: f"over_sampling/{name}" for name in (*_GROUPS, "age_mean", "age_max", "wait_s")}
+_TAIL["tail_s"] = "rollout/tail_s"
+"""Fields of a record's `over_sampling`, and Tunix's metrics that they come from."""
 
 
 class StepRecord(NamedTuple):
@@ -51,8 +43,8 @@ class StepRecord(NamedTuple):
         rollout_s: Seconds in `generate`.
         num_tokens: Tokens generated in that time.
         step_s: Seconds of the whole step, rollout and training.
-        weight_version: Version of the weights that sampled, if the engine counts them; those of
-            the step's last mini-batch.
+        weight_version: Version of the weights that sampled the step's last mini-batch, if the
+            engine counts them.
         over_sampling: Groups that were left, ages of tokens and seconds of the tail, by the names
             of their metrics; None without over-sampling.
     """
@@ -119,8 +111,7 @@ class StepRecorder:
         """Takes Tunix's metrics at the end of each step; at the very end, an empty buffer."""
         if _REWARD not in metrics.metrics:
             return
-        rewards, _ = metrics.metrics[_REWARD]
-        reward = float(np.mean(np.asarray(rewards, np.float64)))
+        reward = float(np.mean(np.asarray(metrics.metrics[_REWARD][0], np.float64)))
         if metrics.mode == "eval":
             self.evals.append(EvalRecord(metrics.global_steps, reward))
             self._on_eval(self.evals[-1])
@@ -138,6 +129,19 @@ class StepRecorder:
         self._start_step()
         self.records.append(record)
         self._on_step(record)
+
+
+def _tail_of(metrics: MetricsBuffer) -> dict[str, float] | None:
+    """Over-sampling's metrics of a step, each reduced as Tunix does."""
+    if _TAIL["wait_s"] not in metrics.metrics:
+        return None
+    tail = {}
+    for name, key in _TAIL.items():
+        if key in metrics.metrics:
+            values, reduce = metrics.metrics[key]
+            numbers = np.asarray(values, np.float64)
+            tail[name] = np.asarray((reduce or np.mean)(numbers)).item()
+    return tail
 
 
 class StepLines:
@@ -162,10 +166,20 @@ class StepLines:
         print_line(
             f"step {record.step:>{len(str(num_steps))}}/{num_steps}  reward {record.reward:.3f}  "
             f"{record.step_s:.2f} s, rollout {record.rollout_s:.2f} s at "
-            f"{record.tokens_per_s:.0f} tokens/s  weights {weights}"
-            + left
-            + _describe_tail(record.over_sampling)
+            f"{record.tokens_per_s:.0f} tokens/s  weights {weights}{left}"
+            f"{_describe_tail(record.over_sampling)}"
         )
+
+
+def _describe_tail(tail: dict[str, float] | None) -> str:
+    """The end of a step's line: only what there is."""
+    if tail is None:
+        return ""
+    counts = {name.removesuffix("_groups"): tail[name] for name in _GROUPS}
+    words = [f"{count:.0f} groups {name}" for name, count in counts.items() if count]
+    words += [f"tokens {tail['age_mean']:.2f} old, at most {tail['age_max']:.0f}"]
+    words += [f"tail {tail['tail_s']:.2f} s"] if "tail_s" in tail else []
+    return "  " + ", ".join(words)
 
 
 def describe_time(seconds: float) -> str:
@@ -173,33 +187,6 @@ def describe_time(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
-
-
-def _tail_of(metrics: MetricsBuffer) -> dict[str, float] | None:
-    """Over-sampling's metrics of a step, each reduced as Tunix does."""
-    if _TAIL["wait_s"] not in metrics.metrics:
-        return None
-    tail = {}
-    for name, key in _TAIL.items():
-        if key in metrics.metrics:
-            values, reduce = metrics.metrics[key]
-            numbers = np.asarray(values, np.float64)
-            tail[name] = np.asarray(numbers.mean() if reduce is None else reduce(numbers)).item()
-    return tail
-
-
-def _describe_tail(tail: dict[str, float] | None) -> str:
-    """The end of a step's line: only what there is."""
-    if tail is None:
-        return ""
-    words = [
-        f"{tail[name]:.0f} groups {name.removesuffix('_groups')}"
-        for name in _TAIL
-        if name.endswith("_groups") and tail[name]
-    ]
-    words += [f"tokens {tail['age_mean']:.2f} old, at most {tail['age_max']:.0f}"]
-    words += [f"tail {tail['tail_s']:.2f} s"] if "tail_s" in tail else []
-    return "  " + ", ".join(words)
 
 
 def print_eval(record: EvalRecord) -> None:
@@ -225,21 +212,27 @@ def summarize(records: Sequence[StepRecord]) -> dict[str, float]:
     return {
         "first_reward": first,
         "last_reward": last,
-        **{name: _median(name, warm) for name in ("rollout_s", "tokens_per_s", "step_s")},
+        **{
+            name: float(np.median([getattr(record, name) for record in warm]))
+            for name in ("rollout_s", "tokens_per_s", "step_s")
+        },
         "total_s": sum(record.step_s for record in records),
         "gain": last - first,
     }
 
 
+def _mean_reward(records: Sequence[StepRecord]) -> float:
+    return float(np.mean([record.reward for record in records]))
+
+
 def format_summary(records: Sequence[StepRecord]) -> str:
     """The run in one line; without a gain where the first steps are the last ones too."""
-    summary, window = summarize(records), min(WINDOW, len(records))
-    if len(records) < 2 * window:
-        plural = "s" if len(records) > 1 else ""
-        return f"mean reward {_mean_reward(records):.3f} in {len(records)} step{plural}"
+    summary, num = summarize(records), len(records)
+    if num < 2 * WINDOW:
+        return f"mean reward {_mean_reward(records):.3f} in {num} step{'s' if num > 1 else ''}"
     return (
-        f"mean reward first {window} steps {summary['first_reward']:.3f}, "
-        f"last {window} steps {summary['last_reward']:.3f}, gain {summary['gain']:+.3f}"
+        f"mean reward first {WINDOW} steps {summary['first_reward']:.3f}, "
+        f"last {WINDOW} steps {summary['last_reward']:.3f}, gain {summary['gain']:+.3f}"
     )
 
 
@@ -249,10 +242,7 @@ def write_json(
     records: Sequence[StepRecord],
     evals: Sequence[EvalRecord] = (),
 ) -> None:
-    """Writes the settings of the run, its summary, every step and every evaluation.
-
-    An older file stays whole, and stays if the disk is full.
-    """
+    """Writes the settings of the run, its summary, every step and every evaluation."""
     content: dict[str, Any] = {
         "settings": {"device": jax.devices()[0].device_kind, **dataclasses.asdict(config)},
         "summary": summarize(records),
@@ -269,13 +259,7 @@ class RecordFile:
     """
 
     def __init__(self, path: Path, config: TrainConfig, num_done: int) -> None:
-        """Reads what an earlier run left there.
-
-        Args:
-            path: The file.
-            config: The settings of this run.
-            num_done: Steps whose records stay.
-        """
+        """Reads what an earlier run left there of its first `num_done` steps."""
         self.path = path
         self._config = config
         self._steps, self._evals = _earlier_records(path, num_done)
@@ -305,13 +289,13 @@ def _earlier_records(path: Path, num_done: int) -> tuple[list[StepRecord], list[
         content = json.loads(path.read_text(encoding="utf-8"))
         steps = [StepRecord(**each) for each in content["steps"]]
         evals = [EvalRecord(**each) for each in content["evaluations"]]
+        return (
+            [record for record in steps if record.step <= num_done],
+            [record for record in evals if record.num_steps <= num_done],
+        )
     except (ValueError, KeyError, TypeError) as error:
         logger.warning("%s holds no records that could be kept: %r", path, error)
         return [], []
-    return (
-        [record for record in steps if record.step <= num_done],
-        [record for record in evals if record.num_steps <= num_done],
-    )
 
 
 def write_whole(path: Path, content: Mapping[str, Any]) -> None:
@@ -323,11 +307,3 @@ def write_whole(path: Path, content: Mapping[str, Any]) -> None:
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
-
-
-def _mean_reward(records: Sequence[StepRecord]) -> float:
-    return float(np.mean([record.reward for record in records]))
-
-
-def _median(name: str, records: Sequence[StepRecord]) -> float:
-    return float(np.median([getattr(record, name) for record in records]))

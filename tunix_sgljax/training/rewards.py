@@ -32,8 +32,7 @@ def _last_number(text: Any) -> float | None:
 
 
 BUILT_IN: dict[str, Callable[..., list[float]]] = {
-    "exact_match": exact_match,
-    "last_number": last_number,
+    function.__name__: function for function in (exact_match, last_number)
 }
 """Built-in functions by the name that `task.reward_functions` takes."""
 
@@ -45,8 +44,8 @@ def whole_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
-    def checked(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> Any:
-        rewards = function(prompts=prompts, completions=completions, **columns)
+    def checked(**arguments: Any) -> Any:
+        rewards = function(**arguments)
         for reward in rewards:
             if reward != int(reward):
                 raise InvalidConfigError(

@@ -1,8 +1,4 @@
-"""Two small rollout workers: one that measures another, one that seeds Tunix's own.
-
-Tunix's `RLCluster` builds its rollout worker from `ClusterConfig.rollout_engine`, a `BaseRollout`
-subclass or a `functools.partial` of one, so both are used through `functools.partial`.
-"""
+"""Two rollout workers for `functools.partial`: one measures another, one seeds Tunix's own."""
 
 from __future__ import annotations
 
@@ -72,11 +68,9 @@ class TimedRollout(RolloutWrapper):
 
 
 class SeededVanillaRollout(VanillaRollout):
-    """Tunix's own sampler, with new randomness at every call.
+    """Tunix's own sampler, with a key for each call; a resumed run goes on with the next.
 
-    Tunix draws the same noise at every call unless the config names a seed, and the config does not
-    change between calls. For a fair comparison, each call gets its own key here, and a resumed run
-    goes on with the next.
+    Tunix draws the same noise at every call of a config.
     """
 
     def __init__(

@@ -16,14 +16,7 @@ MAX_SHOWN = 600
 
 
 class Sample(NamedTuple):
-    """A completion that a step trained on.
-
-    Attributes:
-        step: Number of the step, from 1.
-        prompt: The prompt's text.
-        completion: The completion's text.
-        reward: The sum of its rewards.
-    """
+    """A completion that a step, counted from 1, trained on, and the sum of its rewards."""
 
     step: int
     prompt: str
@@ -43,15 +36,12 @@ class SampleFile:
     """
 
     def __init__(self, path: Path, current_step: Callable[[], int], num_done: int = 0) -> None:
-        """Opens the file, on the thread that will call `train`.
+        """Opens the file, on the thread that will call `train`; its folder is made.
 
         Args:
-            path: The file; its folder is made.
+            path: The file.
             current_step: Returns the number of the step that samples, from 1.
             num_done: Steps whose lines stay: those of the checkpoint that a run resumes from.
-
-        Raises:
-            OSError: when the file cannot be written.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path

@@ -10,22 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoraConfig:
-    """Trains a low-rank pair beside each chosen weight, whose own values stay as they are.
-
-    Attributes:
-        rank: Rank of the pairs.
-        alpha: Numerator of the pairs' scale, alpha / rank. Checkpoints do not hold it.
-        module_path: Regular expression for the whole path of a module: "layers/0/attn/q_proj".
-        weight_qtype: Quantise the frozen weights that have a pair: "int8", "int4" or "nf4".
-    """
-
-    rank: int
-    alpha: float
-    module_path: str = ".*(attn|mlp).*"
-    weight_qtype: str | None = None
+from tunix_sgljax.checkpoints.lora_settings import LoraSettings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +53,7 @@ class ModelSection:
     rng_seed: int = 0
     dtype: str | None = None
     remat: str = "none"
-    lora_config: LoraConfig | None = None
+    lora_config: LoraSettings | None = None
     mesh: MeshConfig = MeshConfig()
 
 

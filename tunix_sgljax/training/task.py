@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
+import itertools
 import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -22,7 +22,6 @@ from tunix_sgljax.training.schema import TaskSection
 
 Row = dict[str, Any]
 
-
 NUMBER = "row_number"
 """The only column that goes through Tunix: the number of a row, training rows first."""
 
@@ -33,10 +32,8 @@ GIVEN = ("prompts", "completions", "mode", "trajectory_ids")
 class Task(NamedTuple):
     """The data and rewards of a run.
 
-    Attributes:
-        rows: Training rows: the prompt as `prompts`, and the columns of the reward functions.
-        eval_rows: Held-out rows; empty without evaluation.
-        reward_fns: Reward functions for Tunix's learners.
+    Rows hold the prompt as `prompts`, and the columns of the reward functions, which are made for
+    Tunix's learners. `eval_rows` are held out; empty without evaluation.
     """
 
     rows: list[Row]
@@ -63,11 +60,7 @@ class Task(NamedTuple):
 
 
 def load_task(section: TaskSection, tokenizer: Any) -> Task:
-    """Reads the data and finds the reward functions.
-
-    Raises:
-        InvalidConfigError: names the key and what is wrong with it.
-    """
+    """Reads the data and finds the reward functions; InvalidConfigError names a wrong key."""
     reward_fns = find_reward_functions(section)
     rows, eval_rows = (load_rows(section, key, tokenizer) for key in ("dataset", "eval_dataset"))
     _check_same_columns("task.dataset", rows, rows[:1])
@@ -83,17 +76,9 @@ def check_call(
     given: Collection[str],
     optional: Collection[str] = (),
 ) -> None:
-    """Refuses a function that cannot be called with the columns of a task.
+    """Refuses a function that cannot be called with the columns of a task and the given keywords.
 
-    Args:
-        key: The key that names it.
-        task: The task.
-        function: The function.
-        given: Its other keywords.
-        optional: Keywords that only a function with such parameters gets.
-
-    Raises:
-        InvalidConfigError: names the function, the keywords and what is wrong.
+    Only a function with such parameters gets the optional keywords.
     """
     problem = find_wrong_call(function, {*task.rows[0], *given}, optional)
     if problem is not None:
@@ -101,20 +86,12 @@ def check_call(
 
 
 def load_rows(section: TaskSection, key: str, tokenizer: Any) -> list[Row]:
-    """The rows of "dataset" or "eval_dataset"; none where the section has no such data.
-
-    Raises:
-        InvalidConfigError: names the key and what is wrong with it.
-    """
+    """The rows of "dataset" or "eval_dataset"; none where the section has no such data."""
     return [_to_row(section, row, tokenizer) for row in _read_rows(section, key)]
 
 
 def check_task(section: TaskSection) -> None:
-    """Finds the functions and files of a task, in a second: before Tunix is imported.
-
-    Raises:
-        InvalidConfigError: names the key and what could not be found.
-    """
+    """Finds the functions and files of a task, in a second: before Tunix is imported."""
     find_reward_functions(section)
     for key in ("dataset", "eval_dataset"):
         source = _find_source(section, key)
@@ -142,11 +119,7 @@ def add_code_dir(code_dir: str | None) -> None:
 
 
 def import_function(key: str, name: str) -> Callable[..., Any]:
-    """The function that "module:function" names.
-
-    Raises:
-        InvalidConfigError: names the key, and what could not be found.
-    """
+    """The function that "module:function" names; InvalidConfigError for what is not there."""
     module_name, _, function_name = name.rpartition(":")
     try:
         module = importlib.import_module(module_name)
@@ -174,14 +147,15 @@ def batches(
         shuffle_seed: Draws the order of each epoch; None keeps it.
         num_skipped: Rows before the first one, for a learner that skips so many too many.
     """
-    rng = None if shuffle_seed is None else np.random.default_rng(shuffle_seed)
-    order = [0] * num_skipped
-    while True:
-        while len(order) < batch_size:
-            epoch = np.arange(len(rows)) if rng is None else rng.permutation(len(rows))
-            order.extend(epoch.tolist())
-        picked, order = order[:batch_size], order[batch_size:]
-        yield _to_batch(rows, picked)
+    import grain  # imports JAX, which checks of a task do without
+
+    order: Any = grain.MapDataset.source(range(len(rows)))
+    if shuffle_seed is not None:
+        order = order.shuffle(seed=shuffle_seed % 2**32)
+    order = order.repeat()
+    for first in itertools.count(-num_skipped, batch_size):
+        picked = range(first, first + batch_size)
+        yield _to_batch(rows, [0 if number < 0 else order[number] for number in picked])
 
 
 def to_columns(rows: Sequence[Row]) -> dict[str, np.ndarray]:
@@ -203,10 +177,7 @@ def to_column(values: Sequence[Any]) -> np.ndarray:
         plain = [value.item() if isinstance(value, np.generic) else value for value in values]
         if repr(array.tolist()) == repr(plain):
             return array
-    array = np.empty(len(values), object)
-    for row, value in enumerate(values):  # a slice would take equal lists for a matrix
-        array[row] = value
-    return array
+    return np.fromiter(values, object, len(values))  # a slice would take equal lists for a matrix
 
 
 def _to_batch(rows: Sequence[Row], numbers: Sequence[int], first: int = 0) -> dict[str, Any]:
@@ -276,11 +247,11 @@ def _read_file(key: str, path: Path) -> list[Any]:
         raise InvalidConfigError(f"{key} {path} cannot be read: {error.strerror}") from None
     rows = []
     for number, line in enumerate(lines, 1):
-        with contextlib.suppress(json.JSONDecodeError):
-            if line.strip():
-                rows.append(json.loads(line))
-            continue
-        raise InvalidConfigError(f"{key} {path}: line {number} is no JSON: {line[:60]!r}")
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except json.JSONDecodeError:
+            message = f"{key} {path}: line {number} is no JSON: {line[:60]!r}"
+            raise InvalidConfigError(message) from None
     return rows
 
 
@@ -298,7 +269,6 @@ def _to_row(section: TaskSection, row: Mapping[str, Any], tokenizer: Any) -> Row
     names = section.columns
     if names is None:
         names = [name for name in row if name != "prompts"]
-    columns = {}
     for name in names:
         if name not in row:
             raise InvalidConfigError(unknown_choice("task.columns", name, row))
@@ -307,5 +277,4 @@ def _to_row(section: TaskSection, row: Mapping[str, Any], tokenizer: Any) -> Row
                 f"a column must not be called {name!r}, which reward functions get from the "
                 "learner; choose others with task.columns"
             )
-        columns[name] = row[name]
-    return {"prompts": str(prompt), **columns}
+    return {"prompts": str(prompt), **{name: row[name] for name in names}}

@@ -87,12 +87,12 @@ class NewTokens(NamedTuple):
     v: jax.Array
     prologue: Prologue | None = None
 
-    def take(self, indices: jax.Array) -> NewTokens:
-        """The tokens at some indices."""
-        q, k, v = (x[indices] for x in self[:3])
+    def map(self, function: Callable[[jax.Array], jax.Array]) -> NewTokens:
+        """Other tokens, made from the arrays of these [T, ...]."""
+        q, k, v = map(function, self[:3])
         prologue = self.prologue
         if prologue is not None:
-            sin, cos = prologue.sin[indices], prologue.cos[indices]
+            sin, cos = function(prologue.sin), function(prologue.cos)
             prologue = prologue._replace(sin=sin, cos=cos)
         return NewTokens(q, k, v, prologue)
 

@@ -47,10 +47,17 @@ class NativeAttention:
         options: AttentionOptions,
     ) -> tuple[jax.Array, LayerKV]:
         """Implements `Attention`."""
-        k, v = new.k.astype("float32"), new.v.astype("float32")
-        layer = LayerKV(*sgljax_cpu.write_kv(k, v, layer.k, layer.v, slots))
+        layer = native_write_kv(layer, new.k, new.v, slots)
         out = self.attend(in_blocks(new.q, tables), layer, tables, options)
         return out.reshape(new.q.shape), layer
+
+
+def native_write_kv(
+    layer: LayerKV, k_TKh: jax.Array, v_TKh: jax.Array, slots: jax.Array
+) -> LayerKV:
+    """`kv_pages.write_kv` by a kernel."""
+    k, v = k_TKh.astype("float32"), v_TKh.astype("float32")
+    return LayerKV(*sgljax_cpu.write_kv(k, v, layer.k, layer.v, slots))
 
 
 def native_problem(target: Target, head_dims: Sequence[int]) -> str | None:

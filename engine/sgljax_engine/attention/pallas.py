@@ -58,7 +58,7 @@ class PallasAttention:
 
     @property
     def takes_projections(self) -> bool:
-        """See `Attention`."""
+        """Where `decode_attention` or the invariant kernels take them."""
         return self.is_fused or self.is_invariant
 
     def attend(

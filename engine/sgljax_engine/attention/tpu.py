@@ -13,11 +13,8 @@ from jax.sharding import PartitionSpec as P
 from sgljax_engine.attention.base import AttentionOptions, BlockTables, NewTokens, in_blocks
 from sgljax_engine.cache.kv_pages import LayerKV, pack_heads
 from sgljax_engine.kernels.tpu.paged_attention import paged_attention
-from sgljax_engine.kernels.tpu.paged_sizes import Scores
+from sgljax_engine.kernels.tpu.paged_sizes import LANES, Scores
 from sgljax_engine.layers.target import Target, kv_axes
-
-LANES = 128
-"""Lanes of a vector register. A row of a page is a multiple: smaller heads share one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

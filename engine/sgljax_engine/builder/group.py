@@ -42,7 +42,6 @@ from sgljax_engine.runner.warmup import Warmup
 from sgljax_engine.scheduler.lengths import AnswerLengths
 from sgljax_engine.scheduler.scheduler import Scheduler
 from sgljax_engine.scheduler.speculator import Speculator
-from sgljax_engine.speculation.costs import CostTable
 from sgljax_engine.speculation.drafters import Drafter, HistoryDrafter, SiblingDrafter
 from sgljax_engine.weights.adapters import AdapterSlots, slot_shapes
 from sgljax_engine.weights.apply import apply
@@ -251,8 +250,7 @@ def _build_core(
     index: int,
 ) -> EngineCore:
     speculator = _make_speculator(config.speculation, drafters, parts)
-    costs = None if speculator is None else speculator.costs
-    runner = build_runner(parts, placement, weights, slots, zeros, costs)
+    runner = build_runner(parts, placement, weights, slots, zeros)
     page_size, windows = config.cache.page_size, None
     if parts.memory.windows is not None:
         windows = WindowPages(parts.num_pages, parts.memory.windows, page_size)
@@ -304,14 +302,6 @@ def _make_speculator(
     config: SpeculationConfig, drafters: Mapping[str, Drafter], parts: EngineParts
 ) -> Speculator | None:
     """The speculator of one engine; None without speculation or a batch small enough for it."""
-    static = parts.static
-    sizes = static.sizes_with_drafts(parts.shapes.batch_buckets)
-    if not sizes:
-        return None
-    return Speculator(
-        config,
-        drafters,
-        CostTable(measures=config.speculation == "auto"),
-        sizes=sizes,
-        num_drafts=static.drafts.num_drafts,
-    )
+    sizes = {size: parts.static.row_tokens(size) for size in parts.shapes.batch_buckets}
+    sizes = {size: row_tokens for size, row_tokens in sizes.items() if len(row_tokens) > 1}
+    return Speculator(config, drafters, sizes) if sizes else None

@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import sgljax_cpu
-from sgljax_engine.attention.registry import attention_problem, engine_attention
+from sgljax_engine.builder.backends import engine_backends
 from sgljax_engine.builder.program_memory import program_bytes
 from sgljax_engine.cache.window import NUM_NULL
 from sgljax_engine.cache.zeros import MakeZeros, shape_of_zeros
 from sgljax_engine.config import TOKEN_BLOCK, EngineConfig
-from sgljax_engine.errors import InvalidConfigError
-from sgljax_engine.layers.kernels import CpuKernels, Kernels, pick_kernels
+from sgljax_engine.layers.kernels import CpuKernels
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ModelContext, ModelDefinition
@@ -35,7 +34,6 @@ from sgljax_engine.runner.programs.drafts import search_text
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.sampling.native import NATIVE
 from sgljax_engine.sampling.sampler import XLA
-from sgljax_engine.speculation.costs import CostTable
 from sgljax_engine.weights.adapters import AdapterSlots
 
 
@@ -146,7 +144,6 @@ def build_runner(
     weights: Mapping[str, Any],
     slots: AdapterSlots | None,
     make_zeros: MakeZeros,
-    costs: CostTable | None = None,
 ) -> ModelRunner:
     """Makes an engine's runner.
 
@@ -156,7 +153,6 @@ def build_runner(
         weights: Its arrays, or their shapes.
         slots: Room for adapters; None without.
         make_zeros: Makes the KV cache, or its shapes.
-        costs: Of steps with drafts; None without speculation.
     """
     windows = parts.memory.windows
     return ModelRunner(
@@ -165,7 +161,6 @@ def build_runner(
         weights=weights,
         num_pages=parts.num_pages,
         shapes=parts.shapes,
-        costs=costs,
         num_window_pages=0 if windows is None else windows.num_pages + NUM_NULL,
         num_state_slots=parts.memory.report.state_slots,
         slots=slots,
@@ -181,18 +176,10 @@ def _program_context(
     placement: Placement,
     slots: AdapterSlots | None,
 ) -> ProgramContext:
-    runtime, target = config.runtime, placement.target
-    kernels = pick_kernels(runtime.linear_backend, target).kernels
-    is_native = isinstance(kernels, CpuKernels)
-    if is_native:
+    backends = engine_backends(config, model, placement.target)
+    kernels, attention = backends
+    if backends.is_native:
         kernels = CpuKernels(_partial_outputs(definition, model, placement, slots))
-    if runtime.enable_deterministic_sampling:
-        kernels = _batch_invariant(kernels, config, definition, model, placement)
-    name = runtime.attention_backend
-    attention = engine_attention(name, target, model.head_dims, kernels)
-    if runtime.enable_deterministic_sampling and attention.name == "xla":
-        problem = attention_problem("native", target, model.head_dims)
-        raise _not_deterministic(f"attention in a fixed order cannot be had: {problem}")
     drafts = config.speculation
     return ProgramContext(
         model=definition,
@@ -209,59 +196,14 @@ def _program_context(
         page_layouts=placement.page_layouts(model, attention.heads_per_row),
         max_steps=config.scheduler.decode_steps,
         prefill_pass=prefill_pass(placement.platform),
-        sampler=NATIVE if is_native else XLA,
+        sampler=NATIVE if backends.is_native else XLA,
         num_vocab_shards=placement.num_tensor_shards,
         drafts=DraftContext(
             drafts.speculative_num_draft_tokens if drafts.speculation != "off" else 0,
             max_step_tokens(placement.platform),
-            sgljax_cpu.longest_match if is_native else search_text,
+            sgljax_cpu.longest_match if backends.is_native else search_text,
         ),
     )
-
-
-def _batch_invariant(
-    kernels: Kernels,
-    config: EngineConfig,
-    definition: ModelDefinition,
-    model: ModelConfig,
-    placement: Placement,
-) -> Kernels:
-    """Kernels with which a token has the same bits whatever it is computed with.
-
-    Raises:
-        InvalidConfigError: where there are none, and why.
-    """
-    if kernels.is_batch_invariant:
-        return kernels
-    if kernels.fused is None:
-        raise _not_deterministic(
-            "XLA's products add in an order that depends on the batch; kernels with a fixed order "
-            f"are for one CPU ({placement.target.cpu_kernels_problem()}) and for one GPU with "
-            "linear_backend 'pallas'"
-        )
-    from sgljax_engine.layers.invariant import InvariantKernels, is_served
-
-    attention, lora = model.attention, config.lora
-    problems = {
-        "experts": model.moe is not None,
-        "recurrent states": model.linear_attention is not None,
-        "keys that several layers share, or that are values too": bool(attention.kv_layers)
-        or attention.full_kv is not None,
-        "adapters (max_loras)": bool(lora.max_loras),
-        f"quantization {placement.quantization!r}": placement.quantization is not None,
-    }
-    sizes = [
-        spec.shape for spec in definition.param_specs(model).values() if spec.kind.is_projection
-    ]
-    problems["projections of these sizes and this dtype"] = not is_served(sizes, placement.dtype)
-    found = [name for name, is_there in problems.items() if is_there]
-    if found:
-        raise _not_deterministic(f"the kernels with a fixed order do not take {found[0]}")
-    return InvariantKernels.make()
-
-
-def _not_deterministic(why: str) -> InvalidConfigError:
-    return InvalidConfigError(f"enable_deterministic_sampling cannot be had here: {why}")
 
 
 def _partial_outputs(

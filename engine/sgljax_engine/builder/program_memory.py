@@ -20,7 +20,7 @@ from sgljax_engine.runner.warmup import largest, warm_calls
 
 logger = logging.getLogger(__name__)
 
-_NAMES = "decode", "prefill", "verify"
+_NAMES = "decode", "prefill"
 """Programs whose largest are asked for; the others take less."""
 
 
@@ -29,7 +29,7 @@ def program_bytes(
 ) -> int | None:
     """Bytes of one device that the program which needs most takes beside its arguments.
 
-    Compiles the largest decode, prefill and verify programs. The number is kept beside the compiled
+    Compiles the largest decode and prefill programs. The number is kept beside the compiled
     programs, so that the next engine of the same configuration need not.
 
     Args:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 
 from sgljax_engine.errors import EngineError
@@ -25,7 +24,6 @@ class PageAllocator:
         """
         self.num_pages = num_pages
         self._on_free = on_free
-        self._num_uses = array("Q", bytes(8 * num_pages))
         self.start_over()
 
     def start_over(self) -> None:
@@ -48,14 +46,6 @@ class PageAllocator:
         """Pages that are allocated now, ascending."""
         return [page for page, is_used in enumerate(self._is_used) if is_used]
 
-    def is_used(self, page: int) -> bool:
-        """Whether a page is allocated now."""
-        return bool(self._is_used[page])
-
-    def num_uses(self, page: int) -> int:
-        """How often a page has been allocated."""
-        return self._num_uses[page]
-
     def allocate(self, count: int) -> list[int]:
         """Allocates `count` pages, or raises EngineError and allocates none."""
         if count > len(self._free):
@@ -66,7 +56,6 @@ class PageAllocator:
         del self._free[-count:]
         for page in pages:
             self._is_used[page] = 1
-            self._num_uses[page] += 1
         return pages
 
     def free(self, pages: Sequence[int]) -> None:

@@ -16,7 +16,7 @@ from sgljax_engine.cache.radix import PrefixHandle, RadixCache
 from sgljax_engine.cache.states import StateSlots
 from sgljax_engine.cache.window import WindowPages
 from sgljax_engine.errors import EngineError
-from sgljax_engine.types import NO_ADAPTER, PageCopy, PageStamp, Request
+from sgljax_engine.types import NO_ADAPTER, PageCopy, Request
 
 
 class PagePool:
@@ -52,7 +52,6 @@ class PagePool:
         self.windows = windows
         self.states = states
         self._allocator = allocator
-        self._num_resets = 0
         self._forget_all()
 
     def _forget_all(self) -> None:
@@ -65,7 +64,6 @@ class PagePool:
 
     def start_over(self) -> None:
         """Frees every page, after a failure that left their owners in doubt."""
-        self._num_resets += 1
         self._allocator.start_over()
         if self.windows is not None:
             self.windows.start_over()
@@ -369,30 +367,11 @@ class PagePool:
             adapter: Slot of an adapter, to drop only its prefixes; None drops all.
         """
         self.settle()
-        self._num_resets += 1
         if self.states is not None:
             self.states.forget_kept()
         if adapter is None:
             return self._cache.reset()
         return self._cache.reset_space(adapter - NO_ADAPTER)
-
-    def cached_prefixes(self, running: Sequence[Request]) -> list[tuple[int, tuple[int, ...], int]]:
-        """All full pages of the prefix cache and of running requests; see `full_pages`."""
-        for request in running:
-            self.share(request, request.num_computed, with_tail=False)
-        return self._cache.full_pages()
-
-    def stamp(self, page: int) -> PageStamp:
-        """The state of a full page, for `is_unchanged`; no one writes to a full page."""
-        return PageStamp(page, self._allocator.num_uses(page), self._num_resets)
-
-    def is_unchanged(self, stamp: PageStamp) -> bool:
-        """Whether the page was in use ever since its stamp, and the cache was not reset."""
-        return stamp == self.stamp(stamp.page) and self._allocator.is_used(stamp.page)
-
-    def adopt_prefixes(self, nodes: Sequence[tuple[int, tuple[int, ...]]]) -> dict[int, int]:
-        """Allocates pages for prefixes of another engine; see `RadixCache.adopt`."""
-        return self._cache.adopt(nodes) if self.is_sharing else {}
 
     def settle(self) -> None:
         """Releases the sources of requested copies, once the copies are dispatched."""

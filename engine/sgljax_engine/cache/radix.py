@@ -326,53 +326,6 @@ class RadixCache:
                 num_freed += 1
         return num_freed
 
-    # ------------------------------------------------------------------ as a whole
-
-    def full_pages(self) -> list[tuple[int, tuple[int, ...], int]]:
-        """(index of the parent page in this list or -1, tokens, page) of the full pages in space 0.
-
-        A page comes before its children.
-        """
-        found: list[tuple[int, tuple[int, ...], int]] = []
-        stack = [(self._root(0), -1)]
-        while stack:
-            node, place = stack.pop()
-            for key, child in node.children.items():
-                if len(key) == self._page_size:
-                    stack.append((child, len(found)))
-                    found.append((place, key, child.page))
-        return found
-
-    def adopt(self, nodes: Sequence[tuple[int, tuple[int, ...]]]) -> dict[int, int]:
-        """Adds another cache's `full_pages` to space 0, as far as pages are free.
-
-        Returns:
-            The new page for each index in `nodes` that was not cached before. The caller must fill
-            these pages before any lookup of a prefix.
-        """
-        root = self._root(0)
-        held: dict[int, _Node] = {-1: root}
-        pages: dict[int, int] = {}
-        try:
-            for index, (parent, key) in enumerate(nodes):
-                above = held.get(parent)
-                if above is None:
-                    continue
-                child = above.children.get(key)
-                if child is not None:
-                    self._hold(child)
-                elif self._allocator.num_free:
-                    (pages[index],) = self._allocator.allocate(1)
-                    child = self._add(above, key, pages[index])
-                else:
-                    continue
-                held[index] = child
-        finally:
-            for index in reversed(held):
-                if index >= 0:
-                    self._let_go(held[index], root)
-        return pages
-
     # ------------------------------------------------------------------ nodes
 
     def _root(self, space: int) -> _Node:

@@ -2,48 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
+import json
 import logging
 import os
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
-from sgljax_engine.checkpoint.codecs import to_dict
-from sgljax_engine.checkpoint.files import (
-    TEMPORARY,
-    check_compression,
-    check_file,
-    check_size,
-    sync_folder,
-)
-from sgljax_engine.checkpoint.lock import locked
-from sgljax_engine.checkpoint.manifest import (
-    MANIFEST_NAME,
-    ForeignManifestError,
-    Manifest,
-    StoredPrefix,
-    StoredRequest,
-    read_manifest,
-)
-from sgljax_engine.checkpoint.prefix_file import read_prefix, write_prefix
-from sgljax_engine.checkpoint.segments import (
-    PackedRequest,
-    needs_compaction,
-    pack,
-    read_segment,
-    write_segment,
-)
-from sgljax_engine.checkpoint.structures import CHECKPOINT_VERSION, EngineCheckpoint
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from sgljax_engine.checkpoint.structures import EngineCheckpoint, check_version
 from sgljax_engine.errors import CheckpointError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 logger = logging.getLogger(__name__)
 
-_IN_FILES = ("requests", "prefix_cache")
-"""Fields of `SchedulerCheckpoint` that have files of their own; the others are in the manifest."""
-
-_OWN_FILE = re.compile(r"(?:requests|prefix)-(\d{6,})\.(?:json|safetensors)(?:\.zst)?")
+REQUESTS_NAME = "requests.json"
+_FORMAT = "sgljax-engine-checkpoint"
+_LOCK_NAME = ".lock"
+_NUM_SIGNED = len('{"sha256":"",') + 64
+_OWN_FILE = re.compile(r"(?:requests\.json|arrays-[0-9a-f]{16}\.safetensors)(?:\.tmp)?")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,50 +41,34 @@ class SaveReport:
 
     Attributes:
         num_requests: Requests in the checkpoint.
-        num_written: Written requests: the changed ones, or all if `is_compacted`.
-        num_segments: Segments of the checkpoint.
-        num_bytes: Bytes written, after compression.
-        is_compacted: Whether all requests were written anew, to remove garbage.
+        num_bytes: Bytes written.
         seconds: Seconds that it took.
     """
 
     num_requests: int
-    num_written: int
-    num_segments: int
     num_bytes: int
-    is_compacted: bool
     seconds: float
 
 
 class CheckpointManager:
     """Saves and loads the checkpoint of a folder, which holds only the last one saved.
 
-    A save writes the requests whose digest has changed since the last one; a digest covers all
-    contents. So requests of another process, a reused id, or a restored engine with other outputs
-    are never mistaken for what is in the folder.
+    It consists of `requests.json` and the safetensors file that this names. Each is written beside
+    and renamed; renaming `requests.json`, the last, replaces the checkpoint. So whenever the
+    process or the machine dies, the folder holds the checkpoint before or the one after.
 
-    Whenever the process or the machine dies, the folder holds the checkpoint before or the one
-    after. Checksums find accidents, not an attacker who can write to the folder; but nothing in
-    it is ever executed, and no name in it leads elsewhere. Not thread-safe. A lock is held while
-    saving: of two savers into one folder, one gets an error.
+    Checksums find accidents, not an attacker who can write to the folder; but nothing in it is ever
+    executed, and no name in it leads elsewhere. A lock is held while saving: of two savers into one
+    folder, one gets an error.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], *, compression: Literal["zstd"] | None = None
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         """Touches nothing yet.
 
         Args:
             path: The folder; made by the first save.
-            compression: Compression of new files; existing files are read either way.
-
-        Raises:
-            InvalidConfigError: the compression is unknown or its package is not installed.
         """
-        check_compression(compression)
         self._path = Path(path)
-        self._compression: Literal["zstd"] | None = compression
-        self._current: tuple[Manifest, tuple[int, ...]] | None = None
 
     @property
     def path(self) -> Path:
@@ -104,7 +77,7 @@ class CheckpointManager:
 
     def has_checkpoint(self) -> bool:
         """Whether the folder has a checkpoint, valid or not."""
-        return (self._path / MANIFEST_NAME).is_file()
+        return (self._path / REQUESTS_NAME).is_file()
 
     # ------------------------------------------------------------------ save
 
@@ -112,139 +85,89 @@ class CheckpointManager:
         """Replaces the checkpoint in the folder.
 
         Raises:
-            CheckpointError: the disk is full, the folder not writable, it holds a checkpoint of a
-                newer version or other files, another process is saving there, or a value does not
+            CheckpointError: the disk is full, the folder not writable, its `requests.json` is of
+                another version or program, another process is saving there, or a value does not
                 fit the format. The previous checkpoint is still there, with one exception: if only
-                the last step failed, forcing the new manifest's name to the disk, the new
-                checkpoint is there; after a crash of the machine it may be either. The manager can
-                go on saving.
+                the last step failed, forcing the new name to the disk, the new checkpoint is there;
+                after a crash of the machine it may be either.
         """
         started = time.perf_counter()
+        tree, tensors = checkpoint.to_dict(), {}
+        for index, record in enumerate(tree["scheduler_state"]["requests"]):
+            for name in [name for name, value in record.items() if isinstance(value, np.ndarray)]:
+                tensors[f"{index}.{name}"] = record.pop(name)
+        arrays = save(tensors)
+        tree = {"format": _FORMAT, **tree, "arrays": hashlib.sha256(arrays).hexdigest()}
+        try:
+            requests = _signed(_dump(tree))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"metadata must be plain JSON: {error}") from error
         try:
             self._make_folder()
-            with locked(self._path):
-                report = self._replace(checkpoint)
+            with _locked(self._path):
+                previous = self._named_arrays()
+                if previous is not None:
+                    self._clean(previous)  # before writing: the disk may be full of the others
+                self._write(_arrays_name(tree), arrays)
+                _sync_folder(self._path)  # a name must never be on the disk before its contents
+                self._write(REQUESTS_NAME, requests)
+                _sync_folder(self._path)
+                self._clean(_arrays_name(tree))
         except OSError as error:
             raise CheckpointError(f"cannot save a checkpoint in {self._path}: {error}") from error
-        return dataclasses.replace(report, seconds=time.perf_counter() - started)
-
-    def _replace(self, checkpoint: EngineCheckpoint) -> SaveReport:
-        previous, self._current = self._current, None  # until it is known what is on the disk
-        is_known = previous is not None and previous[1] == self._stamp()
-        found = previous[0] if previous is not None and is_known else self._read_previous()
-        if found is not None:
-            self._clean(found)  # before writing: the disk may be full of them
-        sound = {} if found is None else self._sound_requests(found, is_known=is_known)
-        manifest, report = self._write(checkpoint, found, sound)
-        self._current = manifest, self._stamp()
-        self._clean(manifest)
-        return report
-
-    def _stamp(self) -> tuple[int, ...]:
-        """A value that changes when somebody else saves here."""
-        try:
-            found = os.stat(self._path / MANIFEST_NAME)
-        except FileNotFoundError:
-            return ()
-        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+        return SaveReport(
+            num_requests=len(checkpoint.scheduler_state.requests),
+            num_bytes=len(arrays) + len(requests),
+            seconds=time.perf_counter() - started,
+        )
 
     def _make_folder(self) -> None:
         if not self._path.is_dir():
             self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            sync_folder(self._path.parent)
+            _sync_folder(self._path.parent)
 
-    def _read_previous(self) -> Manifest | None:
+    def _named_arrays(self) -> str | None:
+        """The safetensors file of the checkpoint that a save replaces, if that can be read.
+
+        Raises:
+            CheckpointError: it is not this version's to replace.
+        """
         if not self.has_checkpoint():
             return None
+        path = self._path / REQUESTS_NAME
         try:
-            return read_manifest(self._path)
-        except ForeignManifestError:
-            raise  # it is not ours to replace
+            found = _parse(self._read(REQUESTS_NAME), path)
         except CheckpointError as error:
-            logger.warning("the checkpoint before cannot be read, all is written anew: %s", error)
+            logger.warning("the checkpoint before cannot be read, and is replaced: %s", error)
             return None
+        _check_format(found, path)
+        with contextlib.suppress(CheckpointError):  # damaged, which a load tells
+            return _arrays_name(found)
+        return None
 
-    def _sound_requests(self, previous: Manifest, *, is_known: bool) -> dict[str, StoredRequest]:
-        """Stored requests that a new checkpoint may refer to: neither missing nor damaged."""
-        sound = set()
-        for segment in previous.segments.values():
-            try:
-                for file in segment.files:
-                    if is_known:  # written by this object
-                        check_size(self._path, file)
-                    else:
-                        check_file(self._path, file)
-            except CheckpointError as error:
-                logger.warning("its requests are written anew: %s", error)
-            else:
-                sound.add(segment.number)
-        return {each.rid: each for each in previous.requests if each.segment in sound}
-
-    def _write(
-        self,
-        checkpoint: EngineCheckpoint,
-        previous: Manifest | None,
-        stored: dict[str, StoredRequest],
-    ) -> tuple[Manifest, SaveReport]:
-        state = checkpoint.scheduler_state
-        packed = [pack(request) for request in state.requests.values()]
-        kept = {
-            each.rid: stored[each.rid]
-            for each in packed
-            if each.rid in stored and stored[each.rid].digest == each.digest
-        }
-        segments = {} if previous is None else previous.segments
-        segments = {
-            number: segments[number] for number in sorted({e.segment for e in kept.values()})
-        }
-        is_compacted = needs_compaction(segments, len(kept), len(packed))
-        if is_compacted:
-            kept, segments = {}, {}
-        changed = [each for each in packed if each.rid not in kept]
-        number = self._next_number(previous)
-        num_bytes = 0
-        if changed:
-            segments[number] = write_segment(self._path, number, changed, self._compression)
-            num_bytes += segments[number].num_bytes
-        prefix = None
-        if state.prefix_cache is not None:
-            file, sizes = write_prefix(self._path, number, state.prefix_cache, self._compression)
-            prefix = StoredPrefix(number, self._compression, file, sizes)
-            num_bytes += file.num_bytes
-        manifest = Manifest(
-            number=number,
-            timestamp=checkpoint.timestamp,
-            metadata=checkpoint.metadata,
-            scheduler=to_dict(state, "scheduler_state", without=_IN_FILES),
-            requests=_stored_requests(packed, kept, number),
-            segments=segments,
-            prefix=prefix,
-        )
-        sync_folder(self._path)  # the manifest must never name files that are not there
-        num_bytes += manifest.write(self._path).num_bytes
-        sync_folder(self._path)
-        return manifest, SaveReport(
-            num_requests=len(packed),
-            num_written=len(changed),
-            num_segments=len(segments),
-            num_bytes=num_bytes,
-            is_compacted=is_compacted,
-            seconds=0.0,
-        )
-
-    def _next_number(self, previous: Manifest | None) -> int:
-        """A number higher than that of any file, so that none is overwritten."""
-        numbers = [int(match[1]) for match in map(_OWN_FILE.match, os.listdir(self._path)) if match]
-        return 1 + max([*numbers, 0 if previous is None else previous.number], default=0)
-
-    def _clean(self, manifest: Manifest) -> None:
-        """Removes temporary files and those that the manifest does not name."""
-        wanted = {MANIFEST_NAME, *(file.name for file in manifest.files)}
+    def _write(self, name: str, data: bytes) -> None:
+        """Writes a file under a temporary name, forces it to the disk, and gives it its name."""
+        temporary = self._path / f"{name}.tmp"
         try:
-            names = [name for name in os.listdir(self._path) if name not in wanted]
-            garbage = [name for name in names if _is_own(name)]
+            # Prompts and outputs are nobody else's to read.
+            with open(temporary, "wb", opener=_open_private) as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self._path / name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+
+    def _clean(self, arrays_name: str) -> None:
+        """Removes temporary files, and arrays other than these."""
+        wanted = {REQUESTS_NAME, arrays_name}
+        try:
+            names = [name for name in os.listdir(self._path) if _OWN_FILE.fullmatch(name)]
+            garbage = [name for name in names if name not in wanted]
             if garbage:
-                sync_folder(self._path)  # an older manifest, which names them, must not come back
+                _sync_folder(self._path)  # what names them must not come back after a crash
             for name in garbage:
                 (self._path / name).unlink(missing_ok=True)
         except OSError as error:  # they harm nobody, and the next save tries again
@@ -256,68 +179,115 @@ class CheckpointManager:
         """Reads and checks the checkpoint in the folder.
 
         Raises:
-            CheckpointError: there is no checkpoint, a file is missing, truncated, damaged, of a
-                newer version or inconsistent, or zstandard is needed and not installed.
+            CheckpointError: there is no checkpoint, or it is truncated, damaged or of another
+                version or program.
         """
-        if not self._path.exists():
-            raise CheckpointError(f"no such folder of a checkpoint: {str(self._path)!r}")
         while True:
-            manifest = read_manifest(self._path)
+            requests = self._read(REQUESTS_NAME)
             try:
-                return self._read(manifest)
+                return self._load(requests)
             except CheckpointError:
-                # Somebody may have saved meanwhile, and removed what the old manifest names.
-                if read_manifest(self._path).number == manifest.number:
+                # Somebody may have saved meanwhile, and removed what the old file names.
+                if self._read(REQUESTS_NAME) == requests:
                     raise
 
-    def _read(self, manifest: Manifest) -> EngineCheckpoint:
-        records = {
-            number: read_segment(self._path, segment)
-            for number, segment in manifest.segments.items()
-        }
-        requests = []
-        for stored in manifest.requests:
-            record = records[stored.segment][stored.place]
-            if record.get("rid") != stored.rid:
-                raise CheckpointError(
-                    f"{self._path}: the manifest takes request {record.get('rid')!r} for "
-                    f"{stored.rid!r}"
-                )
-            requests.append(record | {"age_s": stored.age_s})
-        prefix = None
-        if manifest.prefix is not None:
-            _, compression, file, sizes = manifest.prefix
-            prefix = read_prefix(self._path, file, sizes, compression)
-        own = dict(zip(_IN_FILES, (requests, prefix), strict=True))
-        clash = own.keys() & manifest.scheduler.keys()
-        if clash:
-            raise CheckpointError(f"{self._path / MANIFEST_NAME}: scheduler has {sorted(clash)}")
-        given = {
-            "version": CHECKPOINT_VERSION,
-            "timestamp": manifest.timestamp,
-            "metadata": manifest.metadata,
-            "scheduler_state": manifest.scheduler | own,
-        }
+    def _load(self, requests: bytes) -> EngineCheckpoint:
+        path = self._path / REQUESTS_NAME
+        tree = _parse(requests, path)
+        _check_format(tree, path)
+        if requests != _signed(b"{" + requests[_NUM_SIGNED:]):
+            raise CheckpointError(f"{path} is damaged: its contents do not fit its SHA-256")
+        name = _arrays_name(tree)
+        arrays = self._read(name)
+        if hashlib.sha256(arrays).hexdigest() != tree["arrays"]:
+            raise CheckpointError(f"{self._path / name} is damaged: it does not fit its SHA-256")
         try:
-            return EngineCheckpoint.from_dict(given)
-        except CheckpointError as error:
-            raise CheckpointError(f"{self._path}: {error}") from error
+            records = tree["scheduler_state"]["requests"]
+            for key, array in load(arrays).items():
+                index, _, field = key.partition(".")
+                records[int(index)][field] = array
+            tree = {name: tree[name] for name in tree.keys() - {"sha256", "format", "arrays"}}
+            return EngineCheckpoint.from_dict(tree)
+        except (SafetensorError, KeyError, IndexError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{self._path} holds no checkpoint: {error}") from error
+
+    def _read(self, name: str) -> bytes:
+        path = self._path / name
+        try:
+            if not path.is_file():  # reading a pipe would never end
+                raise CheckpointError(f"no checkpoint in {self._path}: there is no file {name}")
+            return path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error}") from error
 
 
-def _stored_requests(
-    packed: list[PackedRequest], kept: dict[str, StoredRequest], number: int
-) -> tuple[StoredRequest, ...]:
-    requests, num_new = [], 0
-    for each in packed:
-        old = kept.get(each.rid)
-        if old is None:
-            requests.append(StoredRequest(each.rid, number, num_new, each.age_s, each.digest))
-            num_new += 1
-        else:
-            requests.append(old._replace(age_s=each.age_s))
-    return tuple(requests)
+def _check_format(tree: Any, path: Path) -> None:
+    """Raises CheckpointError for files of another version or program."""
+    if not isinstance(tree, dict) or tree.get("format") != _FORMAT:
+        raise CheckpointError(f"{path} is not of an engine's checkpoint")
+    check_version(tree.get("version"), str(path))
 
 
-def _is_own(name: str) -> bool:
-    whole = name.removesuffix(TEMPORARY)
-    return bool(_OWN_FILE.fullmatch(whole)) or name == MANIFEST_NAME + TEMPORARY
+def _arrays_name(tree: dict[str, Any]) -> str:
+    """The safetensors file of a checkpoint; no name is taken from a file, it could lead away."""
+    if not re.fullmatch(r"[0-9a-f]{64}", str(tree.get("arrays"))):
+        raise CheckpointError(f"arrays must be a SHA-256, got {tree.get('arrays')!r}")
+    return f"arrays-{tree['arrays'][:16]}.safetensors"
+
+
+def _signed(body: bytes) -> bytes:
+    """A JSON object that begins with the SHA-256 of all its other bytes."""
+    rest = body[1:]
+    return b'{"sha256":"%b",%b' % (hashlib.sha256(rest).hexdigest().encode(), rest)
+
+
+def _dump(tree: Any) -> bytes:
+    """Compact JSON in UTF-8. Strings may hold lone surrogates, as Python's may."""
+    text = json.dumps(tree, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _parse(data: bytes, path: Path) -> Any:
+    try:
+        return json.loads(data.decode("utf-8", "surrogatepass"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Forces the names in a folder to the disk, where the system has a way to."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds the lock of a folder, which the system releases when the process dies.
+
+    A file is locked, since network file systems lock only what is open for writing. It stays: two
+    processes could hold two files of one name.
+
+    Raises:
+        CheckpointError: another process, or another engine of this one, holds the lock.
+    """
+    with open(folder / _LOCK_NAME, "ab", opener=_open_private) as file:
+        try:
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(
+                f"cannot save a checkpoint in {folder}: another process or engine is saving one "
+                "there. Each engine needs a folder of its own"
+            ) from None
+        except OSError:
+            logger.warning("%s cannot be locked: only one engine may save there", folder)
+        yield

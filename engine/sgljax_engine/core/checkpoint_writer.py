@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from sgljax_engine.checkpoint.manager import CheckpointManager, SaveReport
-from sgljax_engine.checkpoint.prefix import PrefixCheckpoint, merge_prefixes
 from sgljax_engine.checkpoint.structures import EngineCheckpoint, SchedulerCheckpoint
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.command import Ask
-from sgljax_engine.core.snapshot import (
-    PrefixSnapshot,
-    Restoration,
-    RestoredRequest,
-    Snapshot,
-)
+from sgljax_engine.core.commands.checkpoint import Restoration, RestoredRequest, Snapshot
 from sgljax_engine.errors import CheckpointError, InvalidRequestError
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.processing.futures import Answer, reject
 from sgljax_engine.processing.input_processor import RequestFactory
-from sgljax_engine.runner.kv.saved_pages import SavedPages
 from sgljax_engine.types import RequestStatus
 
 logger = logging.getLogger(__name__)
@@ -45,8 +35,6 @@ class SaveJob(NamedTuple):
     """One `save_checkpoint` call."""
 
     path: Path
-    include_kv: bool
-    compression: Literal["zstd"] | None
     future: Future[SaveReport]
 
 
@@ -62,42 +50,20 @@ class CheckpointWriter:
         """
         self._model = model
         self._ask = ask
-        self._manager: tuple[tuple[Path, str | None], CheckpointManager] | None = None
 
     def save(self, job: SaveJob) -> SaveReport:
-        """Has a snapshot taken; writes what changed since the last one in the folder."""
-        snapshots = self._ask(functools.partial(cmd.TakeSnapshot, job.include_kv))
-        checkpoint = self._checkpoint(snapshots)
-        del snapshots
-        key = (job.path.absolute(), job.compression)
-        if self._manager is None or self._manager[0] != key:
-            self._manager = (key, CheckpointManager(key[0], compression=job.compression))
-        return self._manager[1].save(checkpoint)
+        """Has a snapshot taken, and writes it."""
+        return CheckpointManager(job.path).save(self._checkpoint(self._ask(cmd.TakeSnapshot)))
 
     def _checkpoint(self, snapshots: Sequence[Snapshot]) -> EngineCheckpoint:
         first = snapshots[0]
         digest = first.weights.digest()  # before all else: until then it holds the weights
-        copied = [
-            self._copy_prefix(index, snapshot.prefix)
-            for index, snapshot in enumerate(snapshots)
-            if snapshot.prefix is not None
-        ]
-        prefix = merge_prefixes([each for each in copied if each is not None])
         now_s = time.perf_counter()
         marks = [mark for snapshot in snapshots for mark in snapshot.marks]
-        requests = [mark.checkpoint(now_s) for mark in marks]
-        rids = {
-            status: [request.rid for request in requests if request.status is status]
-            for status in RequestStatus
-        }
         return EngineCheckpoint(
             scheduler_state=SchedulerCheckpoint(
-                requests={request.rid: request for request in requests},
-                running_queue=rids[RequestStatus.RUNNING],
-                waiting_queue=rids[RequestStatus.WAITING],
-                finished_req_ids=rids[RequestStatus.FINISHED],
+                requests={mark.request.rid: mark.checkpoint(now_s) for mark in marks},
                 new_token_ratio=first.new_token_ratio,
-                prefix_cache=prefix,
             ),
             metadata={
                 "model": _plain(self._model),
@@ -106,25 +72,6 @@ class CheckpointWriter:
             },
             timestamp=time.time(),
         )
-
-    def _copy_prefix(self, index: int, prefix: PrefixSnapshot) -> PrefixCheckpoint | None:
-        """Has an engine's pages copied a few at a time, between its dispatches."""
-        copied: set[int] = set()
-        chunks: list[tuple[np.ndarray, Any]] = []
-        done = 0
-        while done < len(prefix.stamps):
-            make = functools.partial(cmd.CopyPages, prefix.stamps[done:])
-            part = self._ask(make, index)
-            done += part.num_done
-            copied.update(part.pages)
-            chunks += part.contents.chunks if part.contents is not None else ()
-        if len(copied) < len(prefix.stamps):
-            logger.info(
-                "%d of %d KV pages had other contents before they were copied, and are left out",
-                len(prefix.stamps) - len(copied),
-                len(prefix.stamps),
-            )
-        return prefix.checkpoint(copied, SavedPages(chunks))
 
 
 def _check_metadata(metadata: Mapping[str, Any], model: ModelConfig, path: Path) -> None:
@@ -157,7 +104,7 @@ def load_checkpoint(path: Path, model: ModelConfig) -> EngineCheckpoint:
     """Reads and checks the checkpoint in a folder. Any thread.
 
     Raises:
-        CheckpointError: the checkpoint is missing, damaged, of a newer version or of another model.
+        CheckpointError: the checkpoint is missing, damaged, of another version or of another model.
     """
     checkpoint = CheckpointManager(path).load()
     _check_metadata(checkpoint.metadata, model, path)
@@ -195,5 +142,4 @@ def make_restoration(
         new_token_ratio=state.new_token_ratio,
         weight_version=checkpoint.metadata["weight_version"],
         weights_digest=checkpoint.metadata.get("weights_digest"),
-        prefix_cache=state.prefix_cache,
     )

@@ -13,7 +13,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from sgljax_engine.core.calls import RequestGroups
 from sgljax_engine.core.engine_core import EngineCore
@@ -36,11 +36,6 @@ class Task:
     def name(self) -> str:
         """Name of the task in recordings."""
         return type(self).__name__
-
-    @property
-    def is_part_of_long_job(self) -> bool:
-        """Whether a step comes before the next task, if there is work."""
-        return False
 
     def run(self, core: EngineCore) -> None:
         """Does the task, on the engine's thread. An exception is a bug, and ends the engine."""
@@ -100,8 +95,6 @@ class PerEngineCommand(Command):
 
     __slots__ = ()
 
-    is_part_of_long_job: ClassVar[bool] = False
-
     def hand_out(self, group: Recipients) -> None:
         """Gives each engine its part."""
         parts = self.parts(group.num_engines)
@@ -149,11 +142,6 @@ class Part(Task):
         """Name of the command."""
         return type(self.command).__name__
 
-    @property
-    def is_part_of_long_job(self) -> bool:
-        """Whether the command is part of a long job."""
-        return self.command.is_part_of_long_job
-
     def run(self, core: EngineCore) -> None:
         """Answers its future, now or later."""
         try:
@@ -169,8 +157,8 @@ class Part(Task):
 class Ask(Protocol):
     """How other threads have the engines do a command."""
 
-    def __call__(self, make: Callable[[Future[_T]], Command], index: int | None = None) -> _T:
-        """Has all engines, or one, do a command, and waits for the answer."""
+    def __call__(self, make: Callable[[Future[_T]], Command]) -> _T:
+        """Has all engines do a command, and waits for the answer."""
         ...
 
 

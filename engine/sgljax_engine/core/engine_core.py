@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterable
 
@@ -29,9 +28,7 @@ from sgljax_engine.observability.trace import Recorder
 from sgljax_engine.processing.futures import Answer, resolve
 from sgljax_engine.processing.output_processor import OutputProcessor
 from sgljax_engine.processing.tokenizer import Tokenizer
-from sgljax_engine.runner.batches.batch import pick_bucket
 from sgljax_engine.runner.runner import ModelRunner
-from sgljax_engine.runner.step_costs import measure_costs
 from sgljax_engine.runner.warmup import Warmup
 from sgljax_engine.scheduler.scheduler import Scheduler
 from sgljax_engine.scheduler.speculator import Speculator
@@ -115,7 +112,6 @@ class EngineCore:
             self._start_over("planning a step", error, None)
             return
         try:
-            plan = self._with_costs(plan)
             # What the last step produced is sent while the device runs this one.
             pending = self.runner.dispatch(plan, self.outputs.flush, is_timed=self.recorder.is_on)
             result = pending.wait()
@@ -126,8 +122,6 @@ class EngineCore:
             return
         try:
             self.stats.stepped(plan, result)
-            if self._speculator is not None:
-                self.counters.speculation_saved_s += self._speculator.saved_s(plan, result)
             changes = self.scheduler.update(plan, result)
             not_finite = [f for f in changes.failures.values() if type(f) is NonFiniteLogitsError]
             if not_finite:
@@ -136,26 +130,6 @@ class EngineCore:
             self.outputs.publish(changes)
         except Exception as error:
             self._start_over("taking the results of a step", error, plan)
-
-    def _with_costs(self, plan: SchedulerOutput) -> SchedulerOutput:
-        """Measures the steps of a batch size before it verifies its first draft.
-
-        If that fails, there are no drafts from now on.
-        """
-        size = pick_bucket(self.runner.shapes.batch_buckets, max(len(plan.decode), 1))
-        if plan.drafts is None or size in self.runner.costs:
-            return plan
-        assert self._speculator is not None
-        self.outputs.flush()
-        try:
-            self._speculator.take_costs(size, measure_costs(self.runner, size))
-        except Exception:
-            logger.exception("measuring steps with drafts failed; there are no more drafts")
-            self._speculator.give_up()
-            if self.runner.kv_memory.recover():
-                raise
-            return dataclasses.replace(plan, drafts=None)
-        return plan
 
     def _fail_step(self, plan: SchedulerOutput, error: Exception) -> None:
         """Ends the requests that a step touched; others keep going."""

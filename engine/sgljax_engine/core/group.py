@@ -18,8 +18,6 @@ from sgljax_engine.core.checkpoint_writer import CheckpointWriter, SaveJob
 from sgljax_engine.core.command import (
     SHUT_DOWN,
     Command,
-    Part,
-    PerEngineCommand,
     done_queue,
 )
 from sgljax_engine.core.commands.requests import TakeOver
@@ -224,22 +222,17 @@ class EngineGroup:
                 "future, a listener or a hook: it would wait for itself. Call it on another thread"
             )
 
-    def ask(self, make: Callable[[Future[_T]], Asked], index: int | None = None) -> _T:
-        """Has all engines, one engine or a worker do something; waits for the answer.
+    def ask(self, make: Callable[[Future[_T]], Asked]) -> _T:
+        """Has the engines or a worker do something; waits for the answer.
 
         Args:
             make: Makes the command or the job with the future that gets the answer.
-            index: The engine that does the command; None for all of them, or for a job.
         """
         future: Future[_T] = Future()
         done = done_queue([future])
         asked = make(future)
         self.check_may_wait(asked)
-        if index is None:
-            self.submit(asked)
-        else:
-            assert isinstance(asked, PerEngineCommand)
-            self.loops[index].submit(Part(asked, future))
+        self.submit(asked)
         del asked
         done.get()
         try:

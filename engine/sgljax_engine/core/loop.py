@@ -64,7 +64,6 @@ class EngineLoop:
         self._on_failed = on_failed
         self._on_closed = on_closed
         core.outputs.connect(self._end_answered, f"{name}-detokenizer")
-        self._is_step_due = False
         self._halted_since_s: float | None = None
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._next: collections.deque[Task] = collections.deque()
@@ -216,10 +215,7 @@ class EngineLoop:
             self._over.put(None)
 
     def _do_tasks(self) -> bool:
-        """Does queued tasks, waiting for one while no step can be taken; False at shutdown.
-
-        Does all of them, but takes a step after each part of a long job.
-        """
+        """Does all queued tasks, waiting for one while no step can be taken; False at shutdown."""
         core = self._core
         while True:
             core.settle()
@@ -236,8 +232,6 @@ class EngineLoop:
                 return False
             while self._next:
                 self._do(self._next.popleft())
-            if self._is_step_due and core.can_step:
-                return True
 
     def _note_halt(self) -> None:
         if self._core.starts_requests:
@@ -249,7 +243,6 @@ class EngineLoop:
         """Does a task; False for None, which ends the thread."""
         if task is None:
             return False
-        self._is_step_due = task.is_part_of_long_job
         recorder = self._core.recorder
         name, started = (task.name, time.perf_counter()) if recorder.is_on else ("", 0.0)
         try:

@@ -88,7 +88,7 @@ class SleepManager:
             if weights and "weights" not in self.asleep:
                 kept_weights = self._runner.weights_to_host()
             if pages:
-                kept_pages = self.copy_pages(self._pool.used_pages)
+                kept_pages = self._copy_pages()
                 kept_states = self._copy_states()
         return HostCopies(kept_weights, kept_pages, kept_states)
 
@@ -101,18 +101,13 @@ class SleepManager:
             return None
         return self._kv_memory.save_states(slots.used)
 
-    def copy_pages(self, pages: Sequence[int]) -> SavedPages | None:
-        """Copies used pages, and perhaps others, to the host; None without contents.
-
-        Raises:
-            OffloadError: when that fails.
-        """
+    def _copy_pages(self) -> SavedPages | None:
+        """Copies the used pages to the host; None without contents."""
         if "kv_cache" in self.asleep:
             return self._copies.pages
         if not self._kv_memory.is_allocated:  # the cache was released, and is empty
             return None
-        with _copying():
-            return self._kv_memory.save_pages(pages, self._window_pages)
+        return self._kv_memory.save_pages(self._pool.used_pages, self._window_pages)
 
     def sleep(self, copies: HostCopies, tags: Sequence[SleepTag], *, refuses_requests: bool) -> int:
         """Frees the memory of what the tags name; returns the bytes. Cannot fail.

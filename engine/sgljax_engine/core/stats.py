@@ -68,7 +68,7 @@ class Stats:
         )
         counters.num_page_copies += len(output.copies)
         counters.num_output_tokens += num_tokens
-        if step.passes is not None:
+        if step.num_draft_steps is not None:
             self._count_drafts(step, num_tokens)
         pool = self._pool
         counters.used_kv_tokens += (pool.num_pages - pool.num_available) * pool.page_size
@@ -165,7 +165,7 @@ class Stats:
         if output.decode:
             args = {"rows": len(output.decode), "steps": output.num_steps, "tokens": num_tokens}
             args["weight_version"] = step.weight_version
-            if step.passes is not None:
+            if step.num_draft_steps is not None:
                 found = [row.drafts for row in step.rows if row.drafts is not None]
                 args["steps"] = step.num_steps
                 args["drafted"] = sum(sum(each.num_drafted) for each in found)

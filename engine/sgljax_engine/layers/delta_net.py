@@ -12,8 +12,7 @@ query, d of a value. `...` are rows or blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,9 +63,9 @@ class ChunkTerms(NamedTuple):
 class TokenTerms(NamedTuple):
     """Tokens of some sequences, those of a sequence in order, for the rule token by token.
 
-    Shape: heads: [T, C] float32, of `net_heads`. decay, rate: [T, V] float32. slots: [T] int32, the
-        state of each; beyond the pool for what is no token. is_first: [T] bool, whether its state
-        begins with it, from zeros.
+    Shape: heads: [T, C] float32, of `CpuKernels.net_heads`. decay, rate: [T, V] float32. slots:
+        [T] int32, the state of each; beyond the pool for what is no token. is_first: [T] bool,
+        whether its state begins with it, from zeros.
     """
 
     heads: jax.Array
@@ -94,17 +93,11 @@ def convolve(window: jax.Array, weight_CW: jax.Array) -> jax.Array:
 
 def split_heads(convolved: jax.Array, num_key_heads: int, key_dim: int, value_dim: int) -> Heads:
     """Takes [..., T, C] apart; normalises queries and keys, and scales queries."""
-    q, k, v = heads_of(convolved, num_key_heads, key_dim, value_dim)
-    return Heads(_normalise(q) * key_dim**-0.5, _normalise(k), v)
-
-
-def heads_of(channels: jax.Array, num_key_heads: int, key_dim: int, value_dim: int) -> Heads:
-    """Heads from their channels [..., T, C], as they are."""
     keys = num_key_heads * key_dim
-    q, k, v = jnp.split(channels, (keys, 2 * keys), axis=-1)
-    before = channels.shape[:-1]
-    q, k = (x.reshape(*before, num_key_heads, key_dim) for x in (q, k))
-    return Heads(q, k, v.reshape(*before, num_key_heads, -1, value_dim))
+    q, k, v = jnp.split(convolved, (keys, 2 * keys), axis=-1)
+    before = convolved.shape[:-1]
+    q, k = (_normalise(x.reshape(*before, num_key_heads, key_dim)) for x in (q, k))
+    return Heads(q * key_dim**-0.5, k, v.reshape(*before, num_key_heads, -1, value_dim))
 
 
 def _normalise(x: jax.Array) -> jax.Array:
@@ -140,93 +133,6 @@ def step(
     new = keep[..., None] * state + k * change[..., None, :]
     out = keep * read + both * change
     return new.reshape(rows, values, size, width), out.reshape(rows, values, width)
-
-
-def net_heads(
-    window: jax.Array, weight_CW: jax.Array, sizes: tuple[int, int, int], is_used: jax.Array
-) -> jax.Array:
-    """`convolve` and `split_heads`, joined again: [N, T, C], token by token.
-
-    Every token goes through the same compiled code, in any program.
-
-    Args:
-        window: [N, W - 1 + T, C].
-        weight_CW: [C, W].
-        sizes: `LinearAttentionConfig.head_sizes`.
-        is_used: [N, T] bool; others' heads are 0.
-    """
-    num_tokens, width = is_used.shape[1], weight_CW.shape[1]
-    out = jnp.zeros((is_used.size, window.shape[2]), jnp.float32)
-
-    def one(token: jax.Array, out: jax.Array, is_there: jax.Array) -> jax.Array:
-        place = (token // num_tokens, token % num_tokens, jnp.int32(0))
-        own = lax.dynamic_slice(window, place, (1, width, window.shape[2]))
-
-        def heads(own: jax.Array) -> jax.Array:
-            parts = split_heads(convolve(own, weight_CW), *sizes)
-            return jnp.concatenate([x.reshape(1, -1) for x in parts], axis=1)
-
-        return lax.dynamic_update_slice_in_dim(out, _apart(heads, is_there, own), token, 0)
-
-    return _each(is_used.reshape(-1), one, out).reshape(*is_used.shape, -1)
-
-
-def rule_by_token(
-    states: jax.Array, tokens: TokenTerms, sizes: tuple[int, int, int]
-) -> tuple[jax.Array, jax.Array]:
-    """The rule token by token, all of them through the same compiled code.
-
-    Shape: states: [S, V, h, d] -> the same, and [T, V, d], 0 for what is no token.
-    """
-    num_tokens, (num_states, num_values, _, width) = tokens.slots.shape[0], states.shape
-    out = jnp.zeros((num_tokens, num_values, width), jnp.float32)
-
-    def one(
-        token: jax.Array, carry: tuple[jax.Array, jax.Array], is_there: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        states, out = carry
-        own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, token, 1, 0), tokens)
-        state = lax.dynamic_slice_in_dim(states, own.slots[0], 1, 0)
-
-        def apply(state: jax.Array, own: TokenTerms) -> tuple[jax.Array, jax.Array]:
-            state = jnp.where(own.is_first.reshape(1, 1, 1, 1), 0.0, state)
-            return step(state, heads_of(own.heads, *sizes), own.decay, own.rate)
-
-        state, found = _apart(apply, is_there, state, own)
-        states = lax.dynamic_update_slice_in_dim(states, state, own.slots[0], 0)
-        return states, lax.dynamic_update_slice_in_dim(out, found, token, 0)
-
-    return _each(tokens.slots < num_states, one, (states, out))
-
-
-_Carry = TypeVar("_Carry")
-_Out = TypeVar("_Out")
-
-
-def _each(
-    is_used: jax.Array, one: Callable[[jax.Array, _Carry, jax.Array], _Carry], start: _Carry
-) -> _Carry:
-    """A loop over the numbers of used tokens, in order. `one` gets a condition that holds."""
-    order = jnp.argsort(~is_used, stable=True).astype(jnp.int32)
-    count = jnp.sum(is_used, dtype=jnp.int32)
-
-    def body(index: jax.Array, carry: _Carry) -> _Carry:
-        return one(order[index], carry, index < count)
-
-    return lax.fori_loop(0, count, body, start)
-
-
-def _apart(function: Callable[..., _Out], is_there: jax.Array, *arguments: Any) -> _Out:
-    """`function(*arguments)`, which no code around it is fused with, and so always rounds alike.
-
-    A branch takes and returns arrays in memory. The compiler cannot see that `is_there` holds.
-    """
-    shapes = jax.eval_shape(function, *arguments)
-
-    def nothing(*_: Any) -> _Out:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
-    return lax.cond(is_there, function, nothing, *arguments)
 
 
 def chunk_terms(heads: Heads, decay: jax.Array, rate: jax.Array) -> ChunkTerms:

@@ -77,7 +77,7 @@ class Kernels(Protocol):
         ...
 
     def unembed(self, table_VD: Weight, hidden_TD: jax.Array) -> jax.Array:
-        """Logits [T, V] float32, the same bits for a token whatever T is."""
+        """Logits [T, V] float32."""
         ...
 
     def embed(self, table_VD: Weight, ids_T: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -146,22 +146,6 @@ class Kernels(Protocol):
         self, state: jax.Array, heads: Heads, decay: jax.Array, rate: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """The delta rule for one token of each row, see `delta_net.step`."""
-        ...
-
-    def net_heads(
-        self,
-        window: jax.Array,
-        weight_CW: jax.Array,
-        sizes: tuple[int, int, int],
-        is_used: jax.Array,
-    ) -> jax.Array:
-        """Heads of a gated delta net token by token, see `delta_net.net_heads`."""
-        ...
-
-    def delta_rule(
-        self, states: jax.Array, tokens: TokenTerms, sizes: tuple[int, int, int]
-    ) -> tuple[jax.Array, jax.Array]:
-        """The delta rule token by token, see `delta_net.rule_by_token`."""
         ...
 
 
@@ -264,22 +248,6 @@ class XlaKernels:
             return self.heads.step(state, heads, decay, rate)
         return delta_net.step(state, heads, decay, rate)
 
-    def net_heads(
-        self,
-        window: jax.Array,
-        weight_CW: jax.Array,
-        sizes: tuple[int, int, int],
-        is_used: jax.Array,
-    ) -> jax.Array:
-        """Heads of a gated delta net token by token, see `delta_net.net_heads`."""
-        return delta_net.net_heads(window, weight_CW, sizes, is_used)
-
-    def delta_rule(
-        self, states: jax.Array, tokens: TokenTerms, sizes: tuple[int, int, int]
-    ) -> tuple[jax.Array, jax.Array]:
-        """The delta rule token by token, see `delta_net.rule_by_token`."""
-        return delta_net.rule_by_token(states, tokens, sizes)
-
 
 @dataclasses.dataclass(frozen=True)
 class CpuKernels:
@@ -376,21 +344,28 @@ class CpuKernels:
         return delta_net.step(state, heads, decay, rate)
 
     def net_heads(
-        self,
-        window: jax.Array,
-        weight_CW: jax.Array,
-        sizes: tuple[int, int, int],
-        is_used: jax.Array,
+        self, window: jax.Array, weight_CW: jax.Array, sizes: tuple[int, int, int]
     ) -> jax.Array:
-        """Heads of a gated delta net token by token, see `delta_net.net_heads`."""
-        del is_used
+        """Heads of a gated delta net, see `sgljax_cpu.net_heads`.
+
+        Args:
+            window: [N, W - 1 + T, C], inputs of the convolution.
+            weight_CW: Of the convolution.
+            sizes: `LinearAttentionConfig.head_sizes`.
+
+        Returns:
+            [N, T, C]: what `delta_net.split_heads` splits, joined again.
+        """
         num_heads, key_dim, _ = sizes
         return sgljax_cpu.net_heads(window, weight_CW.T, num_heads, key_dim, delta_net.EPS)
 
     def delta_rule(
         self, states: jax.Array, tokens: TokenTerms, sizes: tuple[int, int, int]
     ) -> tuple[jax.Array, jax.Array]:
-        """The delta rule token by token, see `delta_net.rule_by_token`."""
+        """The delta rule token by token, so that a token's bits depend on no cut.
+
+        Shape: states: [S, V, h, d] -> the same, and [T, V, d], 0 for what is no token.
+        """
         is_first = tokens.is_first.astype(jnp.int32)
         return sgljax_cpu.delta_rule(states, *tokens._replace(is_first=is_first), sizes[0])
 
@@ -434,8 +409,9 @@ def pick_kernels(name: str, target: Target) -> LinearBackend:
             return LinearBackend("pallas", XlaKernels(fused=FusedProducts()))
     is_cpu = name == "auto" and target.platform == "cpu"
     mesh = target.mesh if target.num_tensor_shards > 1 else None
+    kernels = XlaKernels(mesh, has_ragged_dot=target.platform == "tpu")
     if name == "auto" and target.platform == "tpu":
         from sgljax_engine.layers.tpu import TpuHeads
 
-        return LinearBackend("xla", XlaKernels(mesh, heads=TpuHeads(mesh), has_ragged_dot=True))
-    return LinearBackend("xla", XlaKernels(mesh), problem if is_cpu else None)
+        kernels = dataclasses.replace(kernels, heads=TpuHeads(mesh))
+    return LinearBackend("xla", kernels, problem if is_cpu else None)

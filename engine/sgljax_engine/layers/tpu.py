@@ -12,12 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from sgljax_engine.kernels.tpu.delta_step import SUBLANES, delta_step
+from sgljax_engine.kernels.tpu.paged_sizes import LANES
 from sgljax_engine.kernels.tpu.rotate import rotate_heads, tokens_tile
 from sgljax_engine.layers.delta_net import Heads
 from sgljax_engine.layers.target import kv_axes
-
-LANES = 128
-"""Lanes of a vector register; a head fills some."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,8 +50,6 @@ class EngineCounters:
             verified, by drafter.
         num_accepted_history, num_accepted_siblings, num_accepted_ngram: Draft tokens that were
             right, by drafter.
-        speculation_saved_s: Seconds that drafts saved, by the measured cost of a step; 0 where
-            costs are not measured.
     """
 
     num_requests: int = 0
@@ -92,7 +90,6 @@ class EngineCounters:
     num_accepted_history: int = 0
     num_accepted_siblings: int = 0
     num_accepted_ngram: int = 0
-    speculation_saved_s: float = 0.0
 
     def since(self, before: EngineCounters) -> EngineCounters:
         """The growth of each counter since an earlier copy."""

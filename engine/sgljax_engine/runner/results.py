@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from sgljax_engine.errors import EngineError
 from sgljax_engine.runner.programs.decode import DecodeOutput
-from sgljax_engine.runner.programs.verify import Verified
 from sgljax_engine.sampling.logprobs import ExtraLogprobs
 from sgljax_engine.sampling_params import LogprobOptions
 from sgljax_engine.speculation.plan import RowVerified
@@ -22,30 +21,28 @@ class PendingDecode(NamedTuple):
     """A decode dispatch that may still run.
 
     Attributes:
-        result: Arrays of the device: a `DecodeOutput`, or a `Verified` with drafts.
+        result: Arrays of the device.
         rows: The requests in the order of the device's rows.
         order: For each row, the index of its request in `SchedulerOutput.decode`.
     """
 
-    result: Any
+    result: DecodeOutput
     rows: Sequence[Request]
     order: Sequence[int]
 
     def wait(self) -> list[RowOutput]:
         """Waits for the tokens; one entry for each of `SchedulerOutput.decode`, in its order."""
         result = jax.device_get(self.result)
-        is_verified = isinstance(result, Verified)
-        by_row = (_verified_rows if is_verified else row_outputs)(result, self.rows)
+        by_row = row_outputs(result, self.rows)
         outputs = list(by_row)
         for index, output in zip(self.order, by_row, strict=True):
             outputs[index] = output
         return outputs
 
-    def passes(self) -> tuple[int, ...] | None:
-        """Forward passes for each width of a step, as in `StepOutput.passes`; waits too."""
-        if not isinstance(self.result, Verified):
-            return None
-        return tuple(jax.device_get(self.result.num_steps).tolist())
+    def num_draft_steps(self) -> int | None:
+        """Forward passes with drafts; None without. Waits too."""
+        drafts = self.result.drafts
+        return None if drafts is None else int(jax.device_get(drafts.num_steps))
 
 
 class PendingStep(NamedTuple):
@@ -71,11 +68,11 @@ class PendingStep(NamedTuple):
     def wait(self) -> StepOutput:
         """Waits for the device; raises what failed there."""
         rows: list[RowOutput] = []
-        passes = None
+        num_draft_steps = None
         if self.decode is None:
             self.wait_for_pages()
         else:
-            rows, passes = self.decode.wait(), self.decode.passes()
+            rows, num_draft_steps = self.decode.wait(), self.decode.num_draft_steps()
         decoded_s = time.perf_counter()
         return StepOutput(
             rows,
@@ -83,7 +80,7 @@ class PendingStep(NamedTuple):
             self.num_cache_misses,
             failures=self.failures,
             times=StepTimes(self.started_s, self.scored_s, self.prefilled_s, decoded_s),
-            passes=passes,
+            num_draft_steps=num_draft_steps,
         )
 
 
@@ -116,23 +113,22 @@ def row_outputs(result: DecodeOutput, rows: Sequence[Request]) -> list[RowOutput
             processed[:count],
             stopped[row],
             _row_extras(result.extras, row, count, rows[row].logprob_options),
-            is_finite=bool(finite[row]),
+            drafts,
+            bool(finite[row]),
         )
-        for row, (count, ids, raw, scaled, processed) in enumerate(
-            zip(counts, *columns, strict=True)
+        for row, (count, drafts, ids, raw, scaled, processed) in enumerate(
+            zip(counts, _row_drafts(result, counts), *columns, strict=True)
         )
     ]
 
 
-def _verified_rows(result: Verified, rows: Sequence[Request]) -> list[RowOutput]:
-    """The result of `row_outputs`, with the results of drafts."""
-    outputs = row_outputs(result.output, rows)
-    columns = (x.T.tolist() for x in (result.sources, result.num_drafted, result.num_right))
-    places = zip(outputs, *columns, result.acceptance.tolist(), strict=False)  # padding rows behind
-    return [
-        row._replace(drafts=RowVerified(sources[: len(row.token_ids)], *facts))
-        for row, sources, *facts in places
-    ]
+def _row_drafts(result: DecodeOutput, counts: Sequence[int]) -> Sequence[RowVerified | None]:
+    """The results of each row's drafts; None without."""
+    if result.drafts is None:
+        return [None] * len(counts)
+    columns = (result.drafts.sources.T.tolist(), result.drafts.num_drafted.T.tolist())
+    places = zip(counts, *columns, strict=False)  # padding rows behind
+    return [RowVerified(sources[:count], drafted) for count, sources, drafted in places]
 
 
 def _row_extras(

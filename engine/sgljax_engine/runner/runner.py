@@ -46,11 +46,8 @@ from sgljax_engine.runner.kv.memory import KVMemory
 from sgljax_engine.runner.kv.routed_reader import RoutedReader
 from sgljax_engine.runner.programs.context import ProgramContext
 from sgljax_engine.runner.programs.decode import RowOptions
-from sgljax_engine.runner.programs.drafts import DraftBatch
 from sgljax_engine.runner.results import PendingDecode, PendingStep
 from sgljax_engine.runner.scorer import Scorer
-from sgljax_engine.speculation.costs import CostTable
-from sgljax_engine.speculation.plan import RowDrafts
 from sgljax_engine.types import (
     PageCopy,
     PrefillChunk,
@@ -75,7 +72,6 @@ class ModelRunner:
         programs: The compiled programs.
         kv_memory: Pages, which the programs read and write.
         scorer: Scores given tokens.
-        costs: Of steps with drafts.
         routed_reader: Reads the experts of tokens; None if they are not kept.
         shapes: Sizes of the batches.
         weights: Physical weights by name.
@@ -92,7 +88,6 @@ class ModelRunner:
         num_window_pages: int = 0,
         num_state_slots: int = 0,
         shapes: BatchShapes,
-        costs: CostTable | None = None,
         slots: AdapterSlots | None = None,
         lowerings: Lowerings | None = None,
         make_zeros: MakeZeros = zeros,
@@ -108,7 +103,6 @@ class ModelRunner:
             num_window_pages: Window pages, the null page included, see `cache.window`; 0 without.
             num_state_slots: Slots of recurrent states; 0 without.
             shapes: Sizes of the batches.
-            costs: Of steps with drafts; None without speculation.
             slots: Room for adapters, which is among the weights; None without.
             lowerings: Lowered programs of the engine's group; None for a single engine.
             make_zeros: Makes the KV pages: arrays like the weights.
@@ -118,7 +112,6 @@ class ModelRunner:
         self._placement = placement
         self._host_memory: HostMemory = host_memory(placement.mesh.devices.flat[0])
         self.shapes = shapes
-        self.costs = CostTable(measures=False) if costs is None else costs
         self.weights: dict[str, jax.Array] = dict(weights)
         self.weight_version = 0
         self.programs = ProgramCache(static, placement, lowerings)
@@ -157,19 +150,9 @@ class ModelRunner:
         """Most decode steps of a dispatch."""
         return self._static.max_steps
 
-    @property
-    def num_drafts(self) -> int:
-        """Most draft tokens of a row in a step; 0 without speculation."""
-        return self._static.drafts.num_drafts
-
-    @property
-    def sizes_with_drafts(self) -> list[int]:
-        """The batch sizes that may verify drafts."""
-        return self._static.sizes_with_drafts(self.shapes.batch_buckets)
-
-    def verify_widths(self, size: int) -> tuple[int, ...]:
-        """Tokens of steps of that batch size; more than one width if it verifies drafts."""
-        return self._static.verify_widths(size)
+    def row_tokens(self, size: int) -> tuple[int, ...]:
+        """Tokens of a row in a step of that batch size: 1, and others if it verifies drafts."""
+        return self._static.row_tokens(size)
 
     @property
     def has_windows(self) -> bool:
@@ -306,8 +289,7 @@ class ModelRunner:
         sampling = build_sampling_batch(rows, size)
         num_tokens = output.num_steps
         if output.drafts is not None:  # rejected drafts are recorded too
-            num_tokens = min(max(output.step_limits), self._static.max_row_tokens)
-            num_tokens += self._static.drafts.num_drafts
+            num_tokens = max(output.step_limits) + output.drafts.row_tokens
         options = RowOptions(
             build_table(rows, size, vocab_size, num_tokens),
             build_logprob_batch(rows, size, vocab_size),
@@ -316,20 +298,17 @@ class ModelRunner:
             self.shapes.batch_buckets, len(rows)
         )
         limits = np.int32(output.num_steps), np.int32(max_finished)
-        if output.drafts is None:
-            call = ProgramCall("decode", (batch, sampling, options, *limits))
-        else:
-            drafts = self._draft_batch([output.drafts[index] for index in order], size)
-            call = ProgramCall("verify", (batch, sampling, options, drafts, *limits))
+        drafts = None
+        if output.drafts is not None:
+            assert self.shapes.text_sizes is not None
+            sources = [output.drafts.rows[index] for index in order]
+            row_tokens = output.drafts.row_tokens
+            drafts = build_draft_batch(sources, size, self.shapes.text_sizes, row_tokens)
+        call = ProgramCall("decode", (batch, sampling, options, drafts, *limits))
         result = self.run(call)
         for leaf in jax.tree.leaves(result):
             leaf.copy_to_host_async()
         return PendingDecode(result, rows, order)
-
-    def _draft_batch(self, rows: Sequence[RowDrafts], size: int) -> DraftBatch:
-        assert self.shapes.text_sizes is not None
-        costs = self.costs.of_widths(size, len(self.verify_widths(size)))
-        return build_draft_batch(rows, size, self.shapes.text_sizes, costs)
 
     def run(self, call: ProgramCall) -> Any:
         """Dispatches a program and returns its result, which nobody has waited for."""

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
 
 from sgljax_engine.errors import CompileForbiddenError
 from sgljax_engine.observability.progress import ProgressListener, reporting
-from sgljax_engine.runner.batches.batch import empty_prefill_batch
+from sgljax_engine.runner.batches.batch import build_decode_batch, empty_prefill_batch
+from sgljax_engine.runner.batches.drafts import build_draft_batch
 from sgljax_engine.runner.batches.page_ids import (
     build_copies,
     build_state_copies,
     no_windows,
 )
-from sgljax_engine.runner.batches.sampling import empty_table, table_buckets
+from sgljax_engine.runner.batches.sampling import build_sampling_batch, empty_table, table_buckets
 from sgljax_engine.runner.compile.compiled import ProgramCall
+from sgljax_engine.runner.programs.decode import RowOptions
 from sgljax_engine.runner.runner import ModelRunner
-from sgljax_engine.runner.step_costs import decode_call, measure_costs, verify_call
+from sgljax_engine.sampling.table import SamplingTable
 from sgljax_engine.types import Request
 
 
@@ -47,7 +50,7 @@ class Warmup:
 
         Args:
             include_score: Those of `Scorer.score` too.
-            include_table: The decode buckets for rows that change logits too, in every width.
+            include_table: The decode buckets for rows that change logits too.
             progress: Told of every program.
         """
         runner, programs, kv_memory = self._runner, self._runner.programs, self._runner.kv_memory
@@ -61,9 +64,6 @@ class Warmup:
                 programs.compile(calls, kv_memory.state(runner.weights), lambda: advance(1))
             for call in calls:
                 jax.block_until_ready(runner.run(call))
-            for size in runner.sizes_with_drafts:
-                if size not in runner.costs:
-                    runner.costs.put(size, measure_costs(runner, size))
             windows = no_windows(kv_memory.num_pages) if self._runner.has_windows else None
             kv_memory.load_pages(kv_memory.save_pages([0], windows), [0], windows)
             if runner.has_states:
@@ -104,9 +104,8 @@ def warm_calls(
         widths = table_buckets(vocab_size) if include_table else ()
         tables = [None, *(empty_table(size, width, vocab_size) for width in widths)]
         for table in tables:
-            yield decode_call(runner, size, 0, table=table)
-            if size in runner.sizes_with_drafts:
-                yield verify_call(runner, size, 0, width=0, table=table)
+            for row_tokens in runner.row_tokens(size):
+                yield _decode_call(runner, size, row_tokens, table)
     for size in shapes.token_buckets:
         batch = empty_prefill_batch(
             size,
@@ -128,13 +127,39 @@ def warm_calls(
         yield runner.routed_reader.warm_call()
 
 
+def _decode_call(
+    runner: ModelRunner, size: int, row_tokens: int, table: SamplingTable | None
+) -> ProgramCall:
+    """A dispatch of rows that take no step."""
+    shapes, drafts = runner.shapes, None
+    rows = build_decode_batch(
+        [],
+        [],
+        buckets=[size],
+        table_width=shapes.table_width,
+        has_adapters=runner.has_adapters,
+        has_states=runner.has_states,
+        windows=no_windows(runner.kv_memory.num_pages) if runner.has_windows else None,
+    )
+    if row_tokens > 1:
+        assert shapes.text_sizes is not None
+        drafts = build_draft_batch([], size, shapes.text_sizes, row_tokens)
+    sampling, none = build_sampling_batch([], size), np.int32(0)
+    return ProgramCall("decode", (rows, sampling, RowOptions(table), drafts, none, none))
+
+
 def largest(calls: Iterable[ProgramCall]) -> list[ProgramCall]:
-    """The call with the largest batch of each program."""
-    found: dict[str, ProgramCall] = {}
+    """The call with the largest arguments of each program; decode with drafts is one by itself."""
+    found: dict[Any, ProgramCall] = {}
     for call in calls:
-        if call.name not in found or call_size(call) > call_size(found[call.name]):
-            found[call.name] = call
+        key = call.name, jax.tree.structure(call.args)
+        if key not in found or _num_elements(call) > _num_elements(found[key]):
+            found[key] = call
     return list(found.values())
+
+
+def _num_elements(call: ProgramCall) -> int:
+    return sum(np.size(leaf) for leaf in jax.tree.leaves(call.args))
 
 
 def call_size(call: ProgramCall) -> int:

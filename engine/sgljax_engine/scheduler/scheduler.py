@@ -226,10 +226,11 @@ class Scheduler:
         if self._has_prefill_left(plan) or _begins_stream(decode):
             num_steps = 1
         elif self._speculator is not None:
-            drafts = self._speculator.plan(decode)
+            drafts = self._speculator.plan(decode, num_steps)
         limits = [min(self._room(r), r.num_remaining) for r in decode]
         num_tokens = num_steps
         if drafts is not None:
+            num_steps = drafts.max_steps
             num_tokens = self._most_tokens(num_steps)
             limits = [min(limit, num_tokens) for limit in limits]
         for request, limit in zip(decode, limits, strict=True):

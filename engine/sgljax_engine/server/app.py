@@ -1,4 +1,4 @@
-"""The ASGI app: all routes of one engine."""
+"""The ASGI app: all routes of one engine, closed to the pages of other sites."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ import importlib.metadata
 from collections.abc import AsyncIterator
 
 from fastapi import FastAPI
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sgljax_engine import Engine
-from sgljax_engine.server.access import SameSite
-from sgljax_engine.server.config import ServerConfig
-from sgljax_engine.server.context import ServerContext, TokenTexts
-from sgljax_engine.server.generation import Generation
-from sgljax_engine.server.limits import BodyLimits
-from sgljax_engine.server.openai.chat import chat_routes
-from sgljax_engine.server.openai.completions import completion_routes
-from sgljax_engine.server.openai.models import model_routes
-from sgljax_engine.server.page.routes import page_routes
-from sgljax_engine.server.replies import ERROR_RESPONSES, add_error_handlers, describe_errors
-from sgljax_engine.server.sglang.control import control_routes
-from sgljax_engine.server.sglang.generate import generate_routes
-from sgljax_engine.server.sglang.info import health_routes, info_routes
-from sgljax_engine.server.vllm import read_routes, sleep_routes
-from sgljax_engine.server.workers import Workers
+from sgljax_engine.server.chat import chat_routes
+from sgljax_engine.server.completions import completion_routes
+from sgljax_engine.server.config import ServerConfig, is_loopback
+from sgljax_engine.server.context import ServerContext
+from sgljax_engine.server.control import control_routes
+from sgljax_engine.server.conversation import tokenizer_routes
+from sgljax_engine.server.info import info_routes, open_routes
+from sgljax_engine.server.responses import (
+    ERROR_RESPONSES,
+    HTTPError,
+    add_error_handlers,
+    error_response,
+)
+from sgljax_engine.server.sglang import generate_routes
 
 
 def create_app(
@@ -45,20 +46,12 @@ def create_app(
         InvalidConfigError: as `ServerConfig`.
     """
     config = config or ServerConfig()
-    context = ServerContext(
-        engine=engine,
-        config=config,
-        generation=Generation(engine, config),
-        token_texts=TokenTexts(engine),
-        limits=BodyLimits.for_server(engine, config),
-        workers=Workers(),
-    )
+    context = ServerContext(engine, config)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         await context.generation.drain(config.drain_timeout_s)
-        context.workers.close()
 
     app = FastAPI(
         title="tunix-sgljax",
@@ -71,20 +64,52 @@ def create_app(
     )
     app.state.context = context
     add_error_handlers(app)
-    for router in (
-        health_routes(context),
-        page_routes(context),
-        generate_routes(context),
-        info_routes(context),
-        read_routes(context),
-        model_routes(context),
-        completion_routes(context),
-        chat_routes(context),
-        control_routes(context),
-        sleep_routes(context),
+    for routes in (
+        open_routes,
+        info_routes,
+        tokenizer_routes,
+        generate_routes,
+        completion_routes,
+        chat_routes,
+        control_routes,
     ):
-        app.include_router(router, responses=ERROR_RESPONSES)
-    describe_errors(app)
+        app.include_router(routes(context), responses=ERROR_RESPONSES)
     has_keys = config.api_key is not None and config.admin_key is not None
-    app.add_middleware(SameSite, is_local=is_local and not has_keys)
+    app.add_middleware(_SameSite, is_local=is_local and not has_keys)
     return app
+
+
+class _SameSite:
+    """ASGI middleware that refuses requests which a browser sends for a page of another site.
+
+    A server on the loopback address needs no keys, but every page that is open in a browser of the
+    machine could send requests to it. Browsers say of which origin a page is. A name of another
+    host that leads here ("DNS rebinding") is seen in the header `Host`.
+    """
+
+    def __init__(self, app: ASGIApp, *, is_local: bool) -> None:
+        self._app = app
+        self._is_local = is_local  # refuse every `Host` but the loopback address
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        problem = self._problem(Headers(scope=scope)) if scope["type"] == "http" else None
+        if problem is None:
+            await self._app(scope, receive, send)
+        else:
+            await error_response(HTTPError(403, problem))(scope, receive, send)
+
+    def _problem(self, headers: Headers) -> str | None:
+        host = headers.get("host", "").lower()
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none")
+        if self._is_local and host and not is_loopback(_host_name(host)):
+            return f"this server is for its own machine, and Host was {host!r}"
+        if origin is not None and origin.lower().partition("://")[2] != host:
+            return f"requests of other sites are refused, and Origin was {origin!r}"
+        if site not in ("none", "same-origin"):  # pictures and links send no Origin
+            return f"requests of other sites are refused, and Sec-Fetch-Site was {site!r}"
+        return None
+
+
+def _host_name(host: str) -> str:
+    """A `Host` header without its port."""
+    return host.partition("]")[0] if host.startswith("[") else host.partition(":")[0]

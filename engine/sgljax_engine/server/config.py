@@ -76,28 +76,22 @@ class ServerConfig:
         """Raises InvalidConfigError naming the option, its value and its limit."""
         for name in ("host", "model_name"):
             value = getattr(self, name)
-            if not isinstance(value, str) or not value:
-                raise InvalidConfigError(f"{name} must be text, got {value!r}")
+            _check(isinstance(value, str) and value, name, "text", value)
         for name in ("max_requests", "max_body_bytes"):
             value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise InvalidConfigError(f"{name} must be an integer >= 1, got {value!r}")
-        files = open_file_limit()
-        if self.max_connections is not None and (
-            type(self.max_connections) is not int or not 1 <= self.max_connections < files
-        ):
-            raise InvalidConfigError(
-                "max_connections must be None or an integer in [1, the limit of open files = "
-                f"{files}), got {self.max_connections!r}"
-            )
-        if self.lora is not None and (not isinstance(self.lora, str) or not self.lora):
-            raise InvalidConfigError(f"lora must be None or an adapter's name, got {self.lora!r}")
-        if type(self.port) is not int or not 0 <= self.port < 65536:
-            raise InvalidConfigError(f"port must be an integer in [0, 65535], got {self.port!r}")
+            _check(type(value) is int and value >= 1, name, "an integer >= 1", value)
         for name in ("body_timeout_s", "halt_timeout_s", "drain_timeout_s"):
             value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 <= value < float("inf"):
-                raise InvalidConfigError(f"{name} must be a number >= 0, got {value!r}")
+            is_right = type(value) in (int, float) and 0 <= value < float("inf")
+            _check(is_right, name, "a number >= 0", value)
+        is_right = type(self.port) is int and 0 <= self.port < 65536
+        _check(is_right, "port", "an integer in [0, 65535]", self.port)
+        files, most = open_file_limit(), self.max_connections
+        is_right = most is None or (type(most) is int and 1 <= most < files)
+        limits = f"None or an integer in [1, the limit of open files = {files})"
+        _check(is_right, "max_connections", limits, most)
+        is_right = self.lora is None or (isinstance(self.lora, str) and self.lora)
+        _check(is_right, "lora", "None or an adapter's name", self.lora)
         for name in ("api_key", "admin_key"):
             key = getattr(self, name)
             if key is None:
@@ -109,8 +103,7 @@ class ServerConfig:
                 raise InvalidConfigError(f"{name} must not be empty, or begin or end with a space")
         if self.weights_root is not None:
             root = Path(self.weights_root)
-            if not root.is_dir():
-                raise InvalidConfigError(f"weights_root must be a folder, got {str(root)!r}")
+            _check(root.is_dir(), "weights_root", "a folder", str(root))
             object.__setattr__(self, "weights_root", root.resolve())
         if not is_loopback(self.host) and None in (self.api_key, self.admin_key):
             raise InvalidConfigError(
@@ -124,6 +117,11 @@ class ServerConfig:
         if self.max_connections is not None:
             return self.max_connections
         return max(1, min(_MAX_CONNECTIONS, open_file_limit() // 2))
+
+
+def _check(is_right: object, name: str, what: str, value: object) -> None:
+    if not is_right:
+        raise InvalidConfigError(f"{name} must be {what}, got {value!r}")
 
 
 def open_file_limit() -> int:

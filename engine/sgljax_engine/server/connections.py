@@ -10,7 +10,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from sgljax_engine.server.replies import HTTPError, error_body, overloaded
+from sgljax_engine.server.responses import HTTPError, error_body, overloaded
 
 logger = logging.getLogger(__name__)
 # Clients are told what they do wrong. A line for each of them could fill the disk.
@@ -33,15 +33,9 @@ _STALLED_S = 60.0
 
 
 class BoundedConfig(uvicorn.Config):
-    """Uvicorn's configuration, and the bounds.
-
-    Attributes:
-        max_connections: Those above get status 503.
-        header_timeout_s: Seconds for the headers of a request.
-    """
+    """Uvicorn's configuration, which leaves the process's logging and signals alone, and bounds."""
 
     def __init__(self, app: object, *, max_connections: int, header_timeout_s: float) -> None:
-        """A configuration that leaves the process's logging and signals alone."""
         super().__init__(
             app,  # pyright: ignore[reportArgumentType]
             http=BoundedProtocol,

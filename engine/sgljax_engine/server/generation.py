@@ -7,14 +7,22 @@ import contextlib
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TypeVar
 
 from fastapi import Request
+from starlette.responses import StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
 
 from sgljax_engine import Engine, EngineError, SamplingParams
 from sgljax_engine.server.config import ServerConfig
-from sgljax_engine.server.replies import ClientGoneError, HTTPError, disconnected, overloaded
+from sgljax_engine.server.responses import (
+    VERSION_HEADER,
+    ClientGoneError,
+    HTTPError,
+    overloaded,
+    with_errors,
+)
 
 HALT_HEADER = "x-halt-timeout-s"
 
@@ -24,6 +32,9 @@ _MIN_CHECK_S = 0.05
 _LAST_ANSWERS_S = 5.0
 """Seconds for the answers of aborted requests to reach their clients."""
 
+_SEND_TIMEOUT_S = 60.0
+"""Seconds for a client to take what it was sent; one that reads nothing is taken for gone."""
+
 _T = TypeVar("_T")
 
 
@@ -32,18 +43,18 @@ class Job:
     """The prompts of an HTTP request, as arguments of `Engine.generate`.
 
     Attributes:
-        input_ids: Token ids of each prompt.
-        sampling_params: Of each prompt.
-        rids: Id of each prompt; see `new_rids`.
+        input_ids: Token ids of each prompt; the other lists have one entry a prompt too.
+        sampling_params: Its parameters.
+        rids: Its id; see `new_rids`.
         logprobs: Arguments of `Engine.generate` about log-probs, by name.
-        lora: Adapter of each prompt.
+        lora: Its adapter.
     """
 
-    input_ids: Sequence[Sequence[int]]
-    sampling_params: Sequence[SamplingParams]
-    rids: Sequence[str]
+    input_ids: list[list[int]]
+    sampling_params: list[SamplingParams]
+    rids: list[str]
     logprobs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    lora: Sequence[str | None] | None = None
+    lora: list[str | None] | None = None
 
     @property
     def num_samples(self) -> int:
@@ -54,9 +65,9 @@ class Job:
         """Arguments of `Engine.generate`."""
         return {
             "input_ids": self.input_ids,
-            "sampling_params": list(self.sampling_params),
-            "rid": list(self.rids),
-            "lora": None if self.lora is None else list(self.lora),
+            "sampling_params": self.sampling_params,
+            "rid": self.rids,
+            "lora": self.lora,
             **self.logprobs,
         }
 
@@ -67,26 +78,14 @@ def new_rids(count: int, prefix: str = "") -> list[str]:
 
 
 class Generation:
-    """The open requests of a server.
-
-    Attributes:
-        is_draining: Whether new requests are refused, since the server ends.
-        num_open: Samples that are not finished.
-        hurry: Ends the wait of `drain`.
-    """
+    """The open requests of a server."""
 
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
-        """Starts without open requests.
-
-        Args:
-            engine: Generates.
-            config: Has the limits.
-        """
         self._engine = engine
         self._config = config
-        self.is_draining = False
-        self.num_open = 0
-        self.hurry = asyncio.Event()
+        self.is_draining = False  # new requests are refused, since the server ends
+        self.num_open = 0  # samples
+        self.hurry = asyncio.Event()  # ends the wait of `drain`
         self._open: dict[int, Job] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -102,21 +101,20 @@ class Generation:
         limit_s = self._halt_timeout(request)
         with self._admitted(job):
             task = asyncio.ensure_future(self._engine.async_generate(**job.arguments()))
-            with self._halt_limit(limit_s, task.cancel) as halt:
+            with _HaltLimit(self._engine, limit_s, task.cancel) as halt:
                 outputs = await _unless_gone(request, task, halt)
             return outputs if isinstance(outputs, list) else [outputs]
 
     async def stream(self, request: Request, job: Job) -> PieceStream:
-        """The pieces of a job's outputs, as of `TokenStream`.
+        """The pieces of a job's outputs; the caller closes them, which aborts what is left.
 
-        What the engine refuses at once is raised by this call, and not while iterating. The caller
-        closes the stream, which aborts what is left.
+        What the engine refuses at once is raised by this call, and not while iterating.
         """
         limit_s = self._halt_timeout(request)
         with contextlib.ExitStack() as admitted:
             admitted.enter_context(self._admitted(job))
             pieces = await self._engine.async_generate(**job.arguments(), stream=True)
-            halt = admitted.enter_context(self._halt_limit(limit_s, pieces.interrupt))
+            halt = admitted.enter_context(_HaltLimit(self._engine, limit_s, pieces.interrupt))
             return PieceStream(pieces, halt, admitted.pop_all())
 
     async def drain(self, timeout_s: float) -> None:
@@ -169,36 +167,17 @@ class Generation:
         except ValueError:
             value = -1.0
         if not 0 <= value < float("inf"):
-            raise HTTPError(
-                400,
-                f"{HALT_HEADER} must be a number of seconds >= 0, got {given!r}",
-                param=HALT_HEADER,
-            )
+            problem = f"{HALT_HEADER} must be a number of seconds >= 0, got {given!r}"
+            raise HTTPError(400, problem, param=HALT_HEADER)
         return value
-
-    @contextlib.contextmanager
-    def _halt_limit(self, limit_s: float, end: Callable[[], Any]) -> Iterator[_HaltLimit]:
-        halt = _HaltLimit(self._engine, limit_s, end)
-        try:
-            yield halt
-        finally:
-            halt.cancel()
 
 
 class PieceStream(AsyncIterator[dict[str, Any]]):
     """An engine's stream that counts as open until it is closed."""
 
     def __init__(self, pieces: Any, halt: _HaltLimit, admitted: contextlib.ExitStack) -> None:
-        """An open stream.
-
-        Args:
-            pieces: An `AsyncTokenStream`.
-            halt: Ends it when generation is halted too long.
-            admitted: Entered; left when the stream is closed.
-        """
-        self._pieces = pieces
-        self._halt = halt
-        self._admitted = admitted
+        """The context `admitted` was entered, and is left when the stream is closed."""
+        self._pieces, self._halt, self._admitted = pieces, halt, admitted
 
     async def __anext__(self) -> dict[str, Any]:
         """Waits for the next piece; raises HTTPError when generation is halted too long."""
@@ -214,17 +193,49 @@ class PieceStream(AsyncIterator[dict[str, Any]]):
         self._admitted.close()
 
 
+class EventStream(StreamingResponse):
+    """Server-sent events, which end when the client is gone, also while there is none to send."""
+
+    def __init__(self, events: AsyncIterator[str], pieces: PieceStream, version: int) -> None:
+        """The events are made of the pieces, which are closed at the end, however that comes."""
+        headers = {"Cache-Control": "no-cache", VERSION_HEADER: str(version)}
+        super().__init__(with_errors(events), media_type="text/event-stream", headers=headers)
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the events."""
+
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(_SEND_TIMEOUT_S):
+                await send(message)
+            await asyncio.sleep(0)  # else pieces that wait would be sent after a lost connection
+
+        sending = asyncio.ensure_future(self.stream_response(send_in_time))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            sending.cancel()
+            gone.cancel()
+            await self._pieces.aclose()
+            await asyncio.gather(sending, gone, return_exceptions=True)
+
+
 class _HaltLimit:
-    """Ends a call when generation was halted for too long while it waited."""
+    """Within it, ends a call when generation is halted for too long while it waits."""
 
     def __init__(self, engine: Engine, limit_s: float, end: Callable[[], Any]) -> None:
-        self._engine = engine
-        self._limit_s = limit_s
-        self._end = end
+        self._engine, self._limit_s, self._end = engine, limit_s, end
         self._started_s = time.perf_counter()
         self._loop = asyncio.get_running_loop()
         self._is_over = False
         self._timer: asyncio.Handle = self._loop.call_soon(self._look)
+
+    def __enter__(self) -> _HaltLimit:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._timer.cancel()
 
     def _look(self) -> None:
         halted_s = self._engine.get_progress().halted_s
@@ -244,14 +255,16 @@ class _HaltLimit:
                 f"header {HALT_HEADER}"
             )
 
-    def cancel(self) -> None:
-        """Looks no more."""
-        self._timer.cancel()
+
+async def _disconnected(receive: Receive) -> None:
+    """Returns when the client is gone; the request's body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _unless_gone(request: Request, task: asyncio.Future[_T], halt: _HaltLimit) -> _T:
     """The result, or ClientGoneError; then the task is cancelled."""
-    gone = asyncio.ensure_future(disconnected(request.receive))
+    gone = asyncio.ensure_future(_disconnected(request.receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():

@@ -1,26 +1,31 @@
-"""Kinds of routes. The matched route says which key opens it; nothing else reads the path."""
+"""Kinds of routes: which key opens one, and how its request is read.
+
+The matched route says which key opens it; nothing else reads the path.
+"""
 
 from __future__ import annotations
 
+import difflib
+import functools
+import hmac
+import json
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, TypeAdapter
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, QueryParams
 from starlette.types import Receive, Scope, Send
 
-from sgljax_engine.server.access import check_key
-from sgljax_engine.server.body_limit import whole_body
+from sgljax_engine.server.body import SMALL_BYTES, read_body, whole_body
 from sgljax_engine.server.context import ServerContext
-from sgljax_engine.server.json_body import read_body
-from sgljax_engine.server.limits import SMALL_BYTES
-from sgljax_engine.server.replies import OPENAI_WORDS, HTTPError
-from sgljax_engine.server.unread import Reads
+from sgljax_engine.server.responses import OPENAI_WORDS, HTTPError
 
 _JSON_TYPE = re.compile(r"application/(?:[\w.+-]+\+)?json")
+_KEYS = {"api_key": "API key", "admin_key": "admin key"}
+_MAX_NAME_LEN = 64
 
 
 class OpenRoute(APIRoute):
@@ -39,11 +44,11 @@ class OpenRoute(APIRoute):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Checks the key, then reads the body, and only then lets the endpoint see the request."""
-        context: ServerContext = scope["app"].state.context
+        config = scope["app"].state.context.config
         scope[OPENAI_WORDS] = self.uses_openai_words
         if self.key is not None:
-            check_key(Headers(scope=scope), self.key, getattr(context.config, self.key))
-        replay = await whole_body(scope, receive, context.config)
+            _check_key(Headers(scope=scope), _KEYS[self.key], getattr(config, self.key))
+        replay = await whole_body(scope, receive, config)
         if replay is not None:
             await super().handle(scope, replay, send)
 
@@ -56,34 +61,46 @@ class OpenRoute(APIRoute):
         if self.takes_anything:
             return answer
         hints = get_type_hints(self.endpoint, include_extras=True)
-        reads = Reads(
-            query={f.alias: _holds_list(hints[f.name]) for f in self.dependant.query_params},
-            body=_fields_of(hints.get("body")),
-        )
-
-        async def answer_without(request: Request) -> Response:
-            reads.check_query(request.query_params)
-            reads.check_no_body(await request.body())
-            return await answer(request)
-
-        if "body" not in hints:
-            return answer_without
-        kind: TypeAdapter[Any] = TypeAdapter(hints["body"])
+        query = {f.alias: _holds_list(hints[f.name]) for f in self.dependant.query_params}
+        fields = _fields_of(hints.get("body"))
+        kind = TypeAdapter(hints["body"]) if "body" in hints else None
 
         async def read_and_answer(request: Request) -> Response:
-            reads.check_query(request.query_params)
+            _check_query(request.query_params, query, fields)
             body = await request.body()
+            if kind is None:
+                _check_no_body(body, query)
+                return await answer(request)
             if not body:  # an optional one, or FastAPI says that it is missing
                 return await answer(request)
             _check_is_json(request.headers.get("content-type"))
             context: ServerContext = request.app.state.context
-            if len(body) <= SMALL_BYTES:
-                value = read_body(body, kind, context.limits)
-            else:
-                value = await context.workers.run(lambda: read_body(body, kind, context.limits))
+            read = functools.partial(read_body, body, kind, context.limits)
+            is_small = len(body) <= SMALL_BYTES
+            value = read() if is_small else await context.workers.run(read)
             return await answer(_ReadRequest(request, len(body), value))
 
         return read_and_answer
+
+
+class DataRoute(OpenRoute):
+    """A route that generates or reads."""
+
+    key = "api_key"
+    takes_anything = False
+
+
+class OpenAIRoute(DataRoute):
+    """A route of OpenAI's."""
+
+    uses_openai_words = True
+
+
+class AdminRoute(OpenRoute):
+    """A route that controls the engine."""
+
+    key = "admin_key"
+    takes_anything = False
 
 
 class _ReadRequest(Request):
@@ -96,8 +113,26 @@ class _ReadRequest(Request):
         self._value = value
 
     async def json(self) -> Any:
-        """The checked body."""
         return self._value
+
+
+def _check_key(headers: Headers, name: str, key: str | None) -> None:
+    """Raises HTTPError 401 for those who lack a key; None lets everybody pass."""
+    if key is None:
+        return
+    authorization = headers.get("authorization", "")
+    scheme, _, given = authorization.partition(" ")
+    # In constant time, whatever was given.
+    matches = hmac.compare_digest(given.strip().encode(), key.encode())
+    if scheme.lower() == "bearer" and matches:
+        return
+    raise HTTPError(
+        401,
+        f"the {name} {'is wrong' if authorization else 'is missing'}; "
+        'send it as "Authorization: Bearer <key>"',
+        kind="authentication_error",
+        headers={"WWW-Authenticate": "Bearer", "Connection": "close"},  # the body is not read
+    )
 
 
 def _holds_list(hint: Any) -> bool:
@@ -120,21 +155,42 @@ def _check_is_json(content_type: str | None) -> None:
         raise HTTPError(400, f"the header Content-Type must be application/json, {given}")
 
 
-class DataRoute(OpenRoute):
-    """A route that generates or reads."""
+def _check_query(given: QueryParams, query: Mapping[str, bool], fields: frozenset[str]) -> None:
+    """Refuses a parameter that the route does not read, or whose value it would not.
 
-    key = "api_key"
-    takes_anything = False
+    Args:
+        given: The client's.
+        query: Parameters that the route reads, and whether each may be given several times.
+        fields: Of the route's body.
+    """
+    for name in given:
+        if name in query:
+            count = len(given.getlist(name))
+            if count > 1 and not query[name]:
+                raise HTTPError(400, f"{name} must be given once, got {count}", param=name)
+            continue
+        near = difflib.get_close_matches(name[:_MAX_NAME_LEN], query, n=1)
+        if name in fields:
+            hint = "it is a field of the JSON body"
+        elif near:
+            hint = f"did you mean {near[0]!r}?"
+        else:
+            hint = f"the route reads {', '.join(map(repr, query)) or 'none'}"
+        shown = repr(name[:_MAX_NAME_LEN])
+        raise HTTPError(400, f"unknown query parameter {shown}; {hint}", param=name)
 
 
-class OpenAIRoute(DataRoute):
-    """A route of OpenAI's."""
-
-    uses_openai_words = True
-
-
-class AdminRoute(OpenRoute):
-    """A route that controls the engine."""
-
-    key = "admin_key"
-    takes_anything = False
+def _check_no_body(body: bytes, query: Mapping[str, bool]) -> None:
+    """Refuses a body that asks for something, on a route without one."""
+    try:
+        given = json.loads(body) if body.strip() and len(body) <= SMALL_BYTES else body.strip()
+    except (ValueError, RecursionError):
+        given = body
+    if not given:  # nothing, null or {}
+        return
+    if not isinstance(given, dict):
+        raise HTTPError(400, f"the route reads no body, got {len(body)} bytes")
+    name = next(iter(given))
+    hint = "; it is a query parameter" if name in query else ""
+    shown = repr(name[:_MAX_NAME_LEN])
+    raise HTTPError(400, f"unknown field {shown}: the route reads no body{hint}", param=name)

@@ -9,7 +9,6 @@ import socket
 import threading
 import weakref
 from concurrent.futures import Future
-from types import TracebackType
 
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,7 +17,7 @@ from sgljax_engine import Engine, EngineError, InvalidConfigError
 from sgljax_engine.server.app import create_app
 from sgljax_engine.server.config import ServerConfig, is_loopback
 from sgljax_engine.server.connections import BoundedConfig
-from sgljax_engine.server.replies import error_response, overloaded
+from sgljax_engine.server.responses import error_response, overloaded
 
 _BACKLOG = 2048
 """Connections that the system accepts before the event loop does."""
@@ -31,14 +30,13 @@ class Server:
 
     Any thread may call any method. The engine outlives its server; `Engine.shutdown` stops those
     that `Engine.serve` started.
+
+    Attributes:
+        port: The port that it listens on.
     """
 
     def __init__(self, engine: Engine, config: ServerConfig | None = None) -> None:
-        """Listens; returns when requests are answered.
-
-        Args:
-            engine: The engine, which may be used in process at the same time.
-            config: Address, keys and limits.
+        """Listens; returns when requests are answered. The engine may be used in process too.
 
         Raises:
             InvalidConfigError: when the address cannot be used.
@@ -48,7 +46,7 @@ class Server:
         app = create_app(engine, self._config, is_local=is_loopback(self._config.host))
         self._context = app.state.context
         self._socket = _listen(self._config.host, self._config.port)
-        self._port: int = self._socket.getsockname()[1]
+        self.port: int = self._socket.getsockname()[1]
         self._started: Future[None] = Future()
         self._drain_timeout_s = self._config.drain_timeout_s
         self._stopping = asyncio.Event()
@@ -64,11 +62,6 @@ class Server:
         self._thread = threading.Thread(target=self._run, name="sgljax-server", daemon=True)
         self._thread.start()
         self._started.result(_START_LIMIT_S)
-
-    @property
-    def port(self) -> int:
-        """The port that it listens on."""
-        return self._port
 
     @property
     def url(self) -> str:
@@ -117,12 +110,7 @@ class Server:
         """Returns the server."""
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Stops."""
         self.stop()
 
@@ -157,7 +145,6 @@ class Server:
         self._uvicorn.should_exit = True
         stopping.cancel()
         await serving
-        self._context.workers.close()
         # A client that reads nothing leaves what it was sent in the buffer of an open connection.
         for connection in list(self._uvicorn.server_state.connections):
             if connection.transport is not None:

@@ -1,33 +1,29 @@
-"""Sources of a dispatch's drafts. Host-side data types."""
+"""Sources of a dispatch's drafts, and what became of them. Host-side data types."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-ACCEPTANCE_KINDS = 3
-"""Drafts without a match, of a short and of a long one are right more or less often."""
-
-HOPE, HOPE_RATE = 0.7, 1 / 1024
-"""Limit of an acceptance while nothing is drafted, so that drafts are tried now and then."""
-
-MOST_CERTAIN = 0.98
-"""No acceptance counts as more, so that a draft is worth less than the one before it."""
+TRIAL_STEPS = 4
+"""Steps of a dispatch that finds out how fast they are."""
 
 TOKENS_PER_STEP = 4
 """Tokens of a row that a dispatch with drafts has room for, times its most steps."""
 
 
-def expected_right(acceptance: Any, count: Any) -> Any:
-    """How many of so many drafts are right, up to the first wrong one, on average.
+def row_tokens(num_rows: int, num_drafts: int, max_tokens: int) -> tuple[int, ...]:
+    """Tokens of a row in a step, ascending: 1 without drafts, and the sizes to choose from.
 
     Args:
-        acceptance: Share of right drafts, below 1: a number or an array, of JAX too.
-        count: Drafts: a number or an array.
+        num_rows: Rows of the batch.
+        num_drafts: Most drafts of a row.
+        max_tokens: Most tokens of a step.
     """
-    return acceptance * (1 - acceptance**count) / (1 - acceptance)
+    most = min(1 + num_drafts, max_tokens // num_rows)
+    return (1, *sorted({size for size in (-(-most // 4), most) if size > 1}))
 
 
 class RowDrafts(NamedTuple):
@@ -38,16 +34,26 @@ class RowDrafts(NamedTuple):
         siblings: Other samples of the group, int32, the most useful last.
         own: The row's own last tokens, int32, its newest last.
         drafts_own: Whether to draft from them.
-        acceptance: Expected share of right drafts, for each of `ACCEPTANCE_KINDS`.
-        weight: What a token of this row is worth, compared with others.
     """
 
     history: Sequence[np.ndarray]
     siblings: Sequence[np.ndarray]
     own: np.ndarray
     drafts_own: bool
-    acceptance: Sequence[float]
-    weight: float
+
+
+class StepDrafts(NamedTuple):
+    """Drafts of a dispatch.
+
+    Attributes:
+        rows: Of each decode row.
+        row_tokens: Tokens of a row in a step.
+        max_steps: Most steps; few where the dispatch is to find out how fast they are.
+    """
+
+    rows: Sequence[RowDrafts]
+    row_tokens: int
+    max_steps: int
 
 
 class RowVerified(NamedTuple):
@@ -55,12 +61,13 @@ class RowVerified(NamedTuple):
 
     Attributes:
         sources: For each token 0, or 1 plus the index in `config.DRAFTERS` of who drafted it.
-        num_drafted, num_right: Drafts that were verified, and were right, for each of
-            `config.DRAFTERS`.
-        acceptance: As of `RowDrafts`, after the dispatch.
+        num_drafted: Drafts that were verified, for each of `config.DRAFTERS`.
     """
 
     sources: list[int]
     num_drafted: list[int]
-    num_right: list[int]
-    acceptance: list[float]
+
+    @property
+    def num_right(self) -> list[int]:
+        """Tokens that were drafts, for each of `config.DRAFTERS`."""
+        return [self.sources.count(1 + index) for index in range(len(self.num_drafted))]

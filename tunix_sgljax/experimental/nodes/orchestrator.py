@@ -32,16 +32,11 @@ class WorkerLostError(RuntimeError):
 def main(argv: Sequence[str], context: Any = None) -> None:
     """Runs `--orchestrator_main` with all other arguments; the entry point of Tunix's launcher.
 
-    Tunix's orchestrator at c7d8950f drops the errors of a worker that was killed and waits for its
-    episodes for ever. Here every worker that registers is asked for its heartbeat, and the run
-    ends if one does not answer for `--worker_timeout_s`.
-
-    Args:
-        argv: Arguments.
-        context: Tunix's ProcessContext.
+    Tunix's orchestrator at c7d8950f waits for ever for the episodes of a worker that was killed.
+    Here every worker that registers is asked for its heartbeat.
 
     Raises:
-        WorkerLostError: names the worker and its address.
+        WorkerLostError: one has not answered for `--worker_timeout_s`.
         InvalidConfigError: for a wrong argument, or a start without the launcher.
     """
     serving.check_context(context)
@@ -82,12 +77,7 @@ class WorkerWatch:
     """Asks the workers of a run for their heartbeats, on a thread of its own."""
 
     def __init__(self, timeout_s: float, on_lost: Callable[[], None]) -> None:
-        """Watches nobody yet.
-
-        Args:
-            timeout_s: How long a worker may not answer.
-            on_lost: Called once, on the watching thread, after `lost` is set.
-        """
+        """Watches nobody yet. `on_lost` is called once, on the watching thread."""
         self.lost: WorkerLostError | None = None
         self._timeout_s = timeout_s
         self._on_lost = on_lost

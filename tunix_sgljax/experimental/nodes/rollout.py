@@ -30,27 +30,8 @@ _EXAMPLE = "tunix.experimental.examples.math_gsm8k_dist.gsm8k"
 
 
 def main(argv: Sequence[str], context: Any = None) -> None:
-    """Runs the node until it is interrupted; the entry point of Tunix's launcher.
-
-    Args:
-        argv: Arguments; `--help` shows them.
-        context: Tunix's ProcessContext.
-
-    Raises:
-        InvalidConfigError: for a wrong argument, or a start without the launcher.
-    """
+    """Runs the node until it is interrupted; the entry point of Tunix's launcher."""
     serving.check_context(context)
-    args = _parse(argv)
-    context.jax.initialize()
-    importlib.import_module(args.registry_module)
-    worker = make_worker(args)
-    try:
-        serving.serve(worker, args, context, "rollout")
-    finally:
-        worker.close()
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = serving.make_parser(
         "Rollout node with the embedded engine", port=20001, worker_id="sgljax-rollout-0"
     )
@@ -61,15 +42,18 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--engine_options", default="{}", help="JSON: keywords of SglJaxRollout by name"
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    context.jax.initialize()
+    importlib.import_module(args.registry_module)
+    worker = make_worker(args)
+    try:
+        serving.serve(worker, args, context, "rollout")
+    finally:
+        worker.close()
 
 
 def make_worker(args: argparse.Namespace) -> SglJaxRolloutWorker:
-    """The worker, with the weights of the folder.
-
-    Raises:
-        InvalidConfigError: for a wrong argument.
-    """
+    """The worker, with the weights of the folder; InvalidConfigError for a wrong argument."""
     mesh = serving.make_mesh(args)
     tokenizer = load_hf_tokenizer(args.tokenizer_path or args.model_dir)
     if tokenizer.pad_token_id is None:
@@ -104,15 +88,14 @@ def make_worker(args: argparse.Namespace) -> SglJaxRolloutWorker:
 def _engine_options(text: str) -> dict[str, Any]:
     try:
         options = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InvalidConfigError(f"engine_options must be JSON, got {text!r}: {error}") from None
+    except json.JSONDecodeError:
+        options = None
     if not isinstance(options, dict):
         raise InvalidConfigError(f"engine_options must be a JSON object, got {text!r}")
     return options
 
 
 def _chat_parser(name: str, tokenizer: Any) -> Any:
-    for family, parser in _PARSERS.items():
-        if family in name.lower():
-            return parser(tokenizer, enable_thinking=False)
-    return chat_parsers.DefaultChatTemplateParser(tokenizer, enable_thinking=False)
+    fitting = [parser for family, parser in _PARSERS.items() if family in name.lower()]
+    parser = [*fitting, chat_parsers.DefaultChatTemplateParser][0]
+    return parser(tokenizer, enable_thinking=False)

@@ -18,9 +18,10 @@ from tunix.experimental.worker.remote_execution import (  # pyright: ignore[repo
 )
 
 from sgljax_engine import InvalidConfigError
+from tunix_sgljax.checkpoints.lora_settings import LoraSettings
 from tunix_sgljax.training.lora import apply_lora
 from tunix_sgljax.training.models import find_model, load_policy
-from tunix_sgljax.training.schema import LoraConfig, ModelSection
+from tunix_sgljax.training.schema import ModelSection
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +55,7 @@ def make_parser(description: str, *, port: int, worker_id: str) -> argparse.Argu
 
 
 def make_mesh(args: argparse.Namespace) -> jax.sharding.Mesh:
-    """The mesh of all devices of the process, (fsdp, tp); once JAX is initialised.
-
-    Raises:
-        InvalidConfigError: for sizes whose product is not the number of devices.
-    """
+    """The mesh of all devices of the process, (fsdp, tp); once JAX is initialised."""
     count = jax.device_count()
     mesh_tp = count // max(args.mesh_fsdp, 1) if args.mesh_tp is None else args.mesh_tp
     shape = args.mesh_fsdp, mesh_tp
@@ -71,26 +68,18 @@ def make_mesh(args: argparse.Namespace) -> jax.sharding.Mesh:
 
 
 def load_actor(args: argparse.Namespace, mesh: jax.sharding.Mesh) -> nnx.Module:
-    """The actor, of Tunix's class for the folder's model; with pairs that change nothing yet.
-
-    Raises:
-        InvalidConfigError: for a folder that holds no model that Tunix trains.
-    """
+    """The actor, of Tunix's class for the folder's model; with pairs that change nothing yet."""
     section = ModelSection(model_path=args.model_dir, dtype=args.dtype)
     actor = load_policy(section, find_model(section), mesh)
     if not args.use_lora:
         return actor
-    pairs = LoraConfig(rank=args.lora_rank, alpha=args.lora_alpha, module_path=_LORA_PATH)
+    pairs = LoraSettings(rank=args.lora_rank, alpha=args.lora_alpha, module_path=_LORA_PATH)
     with mesh:
         return apply_lora(actor, pairs, seed=0)
 
 
 def check_context(context: Any) -> None:
-    """Refuses a start without Tunix's launcher, through which a node is found.
-
-    Raises:
-        InvalidConfigError: says how to start it.
-    """
+    """Refuses a start without Tunix's launcher, through which a node is found."""
     if context is None or not context.ipc or not context.ipc.discovery:
         raise InvalidConfigError(
             "a node needs Tunix's launcher: python -m tunix.experimental.distributed.runtime.main "
@@ -107,11 +96,7 @@ class NodeServer(GrpcRemoteExecutionServer):
         self._host = host
 
     async def start_serving_async(self, port: int = 50051) -> Any:
-        """Starts to serve the worker; returns gRPC's server.
-
-        Raises:
-            RuntimeError: when the address cannot be used.
-        """
+        """Starts to serve the worker; returns gRPC's server, or raises RuntimeError."""
         calls = {
             "Execute": self._handle_execute,
             "DispatchTask": self._handle_dispatch_task,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,23 +24,8 @@ def main(argv: Sequence[str], context: Any = None) -> None:
 
     It is Tunix's own trainer; before each sync it writes the actor's weights into
     `--weight_folder`, from which samplers without a transport read them.
-
-    Args:
-        argv: Arguments; `--help` shows them.
-        context: Tunix's ProcessContext.
-
-    Raises:
-        InvalidConfigError: for a wrong argument, or a start without the launcher.
     """
     serving.check_context(context)
-    args = _parse(argv)
-    context.jax.initialize()
-    mesh = serving.make_mesh(args)
-    worker = TrainerWorker(lambda: _make_trainer(args, mesh), worker_id=args.worker_id)
-    serving.serve(worker, args, context, "trainer")
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = serving.make_parser(
         "Trainer node that syncs through a folder", port=20000, worker_id="trainer-0"
     )
@@ -49,7 +34,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--train_micro_batch_size", type=int, default=1)
     parser.add_argument("--eval_every_n_steps", type=int, default=1_000_000)
     parser.add_argument("--learning_rate", type=float, default=2e-7)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    context.jax.initialize()
+    mesh = serving.make_mesh(args)
+    worker = TrainerWorker(lambda: _make_trainer(args, mesh), worker_id=args.worker_id)
+    serving.serve(worker, args, context, "trainer")
 
 
 def _make_trainer(args: argparse.Namespace, mesh: jax.sharding.Mesh) -> _OnMesh:
@@ -80,12 +69,12 @@ class _OnMesh:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._trainer, name)
-        return self._wrapped(value) if callable(value) else value
+        if not callable(value):
+            return value
 
-    def _wrapped(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
+        @functools.wraps(value)
         def call(*args: Any, **kwargs: Any) -> Any:
             with self._mesh:
-                return method(*args, **kwargs)
+                return value(*args, **kwargs)
 
         return call

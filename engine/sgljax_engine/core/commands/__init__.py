@@ -1,7 +1,7 @@
 """The commands of callers to the engines: one class a command, one file a noun."""
 
 from sgljax_engine.core.command import Command, Part, PerEngineCommand, Task
-from sgljax_engine.core.commands.checkpoint import CopyPages, Restore, TakeSnapshot
+from sgljax_engine.core.commands.checkpoint import Restore, TakeSnapshot
 from sgljax_engine.core.commands.inspect import CheckIntegrity, GetState, Run, Warmup
 from sgljax_engine.core.commands.memory import FlushCache, ReleaseKV, Sleep, WakeUp
 from sgljax_engine.core.commands.pause import Continue, Drain, EndDrain, Pause
@@ -38,7 +38,6 @@ __all__ = [
     "CompareAdapter",
     "CompareWeights",
     "Continue",
-    "CopyPages",
     "Drain",
     "EndAnswered",
     "EndDrain",

@@ -1,4 +1,8 @@
-"""Commands that save an engine's state to a checkpoint, and restore it."""
+"""Commands that save an engine's requests to a checkpoint, and restore them.
+
+A snapshot only names requests and counts their tokens. Lists of a request only grow, so another
+thread may read them while the engine goes on.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,12 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import ClassVar
+from typing import NamedTuple
 
-from sgljax_engine.checkpoint.prefix import PrefixCheckpoint
+from sgljax_engine.checkpoint.request import RequestCheckpoint
 from sgljax_engine.core.calls import RequestGroups
-from sgljax_engine.core.command import PerEngineCommand, Recipients
+from sgljax_engine.core.command import Recipients
 from sgljax_engine.core.engine_core import EngineCore
-from sgljax_engine.core.snapshot import (
-    CopiedPages,
-    PrefixSnapshot,
-    RequestMark,
-    Restoration,
-    RestoredRequest,
-    Snapshot,
-)
 from sgljax_engine.core.transaction import GroupCommand
 from sgljax_engine.errors import (
     CheckpointError,
@@ -27,21 +23,95 @@ from sgljax_engine.errors import (
     EngineStepError,
     InvalidRequestError,
 )
-from sgljax_engine.processing.futures import reject
-from sgljax_engine.types import PageStamp, Request
+from sgljax_engine.processing.futures import Answer, reject
+from sgljax_engine.types import FinishReason, PromptLogprobs, Request, RequestStatus
+from sgljax_engine.weights.checksum import WeightsDigest
 
 logger = logging.getLogger(__name__)
 
 
+class RequestMark(NamedTuple):
+    """A request at one moment: copies of the values that may change other than by growing."""
+
+    request: Request
+    num_tokens: int
+    status: RequestStatus
+    prompt_logprobs: PromptLogprobs | None
+    finish: FinishReason | None
+    error: str | None
+
+    def checkpoint(self, now_s: float) -> RequestCheckpoint:
+        """The request for a checkpoint. Any thread."""
+        return RequestCheckpoint.of(now_s=now_s, **self._asdict())
+
+
+class Snapshot(NamedTuple):
+    """An engine at one moment.
+
+    Attributes:
+        marks: Running requests, then waiting ones, both in order, then finished ones.
+        new_token_ratio: Ratio of the admission policy.
+        weight_version: Version of the serving weights.
+        weights: Their digest; any thread may make it.
+    """
+
+    marks: list[RequestMark]
+    new_token_ratio: float
+    weight_version: int
+    weights: WeightsDigest
+
+
+class RestoredRequest(NamedTuple):
+    """A request on its way back into an engine.
+
+    Attributes:
+        request: A waiting request, or a finished one.
+        answer: Gets its whole output.
+        call: Its call in the checkpoint; see `Request.call`.
+        had_pages: Whether it was running.
+        error: The error that it failed with.
+    """
+
+    request: Request
+    answer: Answer
+    call: int
+    had_pages: bool
+    error: str | None
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether the request has to continue."""
+        return self.request.status is not RequestStatus.FINISHED
+
+
+class Restoration(NamedTuple):
+    """A checkpoint's contents, to be restored.
+
+    Attributes:
+        requests: In the order in which they continue.
+        new_token_ratio: See `SchedulerCheckpoint`.
+        weight_version, weights_digest: Those of the weights that served.
+    """
+
+    requests: list[RestoredRequest]
+    new_token_ratio: float
+    weight_version: int
+    weights_digest: str | None
+
+    @property
+    def unfinished(self) -> list[Request]:
+        """The requests that continue, for which a group chooses engines."""
+        return [each.request for each in self.requests if each.is_unfinished]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TakeSnapshot(GroupCommand):
-    """Take a snapshot of each engine for a checkpoint, of KV pages too if asked for."""
+    """Take a snapshot of each engine for a checkpoint."""
 
-    include_kv: bool
     future: Future[list[Snapshot]]
 
     def prepare(self, core: EngineCore) -> Snapshot:
-        """Takes the snapshot; `CopyPages` takes the contents of KV pages."""
+        """Takes the snapshot."""
         weights = core.serving.digest
         if not core.runner.is_on_one_device:
             # No other thread may start programs there; see `weights_worker.WeightsWorker`.
@@ -51,7 +121,6 @@ class TakeSnapshot(GroupCommand):
             new_token_ratio=core.scheduler.policy.new_token_ratio,
             weight_version=core.serving.version,
             weights=weights,
-            prefix=_take_prefix(core) if self.include_kv else None,
         )
 
     def commit(self, core: EngineCore, prepared: Snapshot) -> Snapshot:
@@ -65,40 +134,15 @@ class TakeSnapshot(GroupCommand):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class CopyPages(PerEngineCommand):
-    """Copy the first of these KV pages to the host: as many as take little time."""
-
-    is_part_of_long_job: ClassVar[bool] = True
-
-    stamps: Sequence[PageStamp]
-    future: Future[CopiedPages]
-
-    def run(self, core: EngineCore) -> CopiedPages:
-        """Copies a chunk of the pages; all of them if they sleep on the host.
-
-        Raises:
-            OffloadError: when that fails.
-        """
-        count, kv_memory = len(self.stamps), core.runner.kv_memory
-        if kv_memory.is_allocated:
-            count = min(count, kv_memory.pages_per_copy)
-        pages = [stamp.page for stamp in self.stamps[:count] if core.pool.is_unchanged(stamp)]
-        contents = core.sleep_manager.copy_pages(pages) if pages else None
-        return CopiedPages(count, [] if contents is None else pages, contents)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Restore(GroupCommand):
     """Take in the requests of a checkpoint; all or none.
 
     Attributes:
-        restoration: The requests and pages of all engines.
-        num_engines: Number of engines.
+        restoration: The requests of all engines.
         future: Gets None.
     """
 
     restoration: Restoration
-    num_engines: int
     future: Future[None]
 
     def hand_out(self, group: Recipients) -> None:
@@ -106,50 +150,41 @@ class Restore(GroupCommand):
         group.route(self.restoration.unfinished)
         GroupCommand.hand_out(self, group)
 
-    def prepare(self, core: EngineCore) -> tuple[Restoration, bool]:
-        """The engine's part, and whether it serves the checkpoint's weights.
+    def prepare(self, core: EngineCore) -> bool:
+        """Whether the engine serves the checkpoint's weights.
 
         Raises:
             EngineStateError: when requests are refused.
         """
-        part = self.restoration.part(core.index, self.num_engines)
         core.check_takes_requests()
         digest = core.serving.digest.digest()
-        return part, digest is not None and digest == part.weights_digest
+        return digest is not None and digest == self.restoration.weights_digest
 
-    def together(
-        self, cores: Sequence[EngineCore], prepared: Sequence[tuple[Restoration, bool]]
-    ) -> Sequence[tuple[Restoration, bool]]:
+    def together(self, cores: Sequence[EngineCore], prepared: Sequence[bool]) -> Sequence[bool]:
         """Adds the calls of all engines' requests."""
         _register(cores[0].groups, self.restoration)
         return prepared
 
-    def commit(self, core: EngineCore, prepared: tuple[Restoration, bool]) -> None:
-        """Queues all requests behind those that are there."""
-        restoration, is_same = prepared
+    def commit(self, core: EngineCore, prepared: bool) -> None:
+        """Queues the engine's requests behind those that are there."""
+        restoration, is_same = self.restoration, prepared
         if not is_same:
             logger.warning(
                 "the checkpoint's weights (version %d) are not known to be the engine's; its "
-                "requests are prefilled again",
+                "requests continue under a higher version",
                 restoration.weight_version,
             )
         was_idle = not core.scheduler.requests()
         core.serving.raise_version(restoration.weight_version + (not is_same))
-        if is_same and restoration.prefix_cache is not None:
-            _load_prefixes(core, restoration.prefix_cache)
         if was_idle:
             core.scheduler.policy.new_token_ratio = restoration.new_token_ratio
         for each in restoration.requests:
-            if not is_same and not each.request.output_ids:  # scored when it starts
-                each.request.prompt_logprobs = None
-            _take_in(core, each)
+            if each.request.engine == core.index:
+                if not is_same and not each.request.output_ids:  # scored when it starts
+                    each.request.prompt_logprobs = None
+                _take_in(core, each)
 
-    def rollback(
-        self,
-        core: EngineCore,
-        prepared: tuple[Restoration, bool] | None,
-        error: BaseException,
-    ) -> None:
+    def rollback(self, core: EngineCore, prepared: bool | None, error: BaseException) -> None:
         """Uncounts the requests from the engine's load."""
         del prepared, error
         for request in self.restoration.unfinished:
@@ -176,28 +211,6 @@ def _mark(request: Request, error: str | None) -> RequestMark:
     )
 
 
-def _take_prefix(core: EngineCore) -> PrefixSnapshot | None:
-    if not core.pool.is_sharing:
-        logger.warning("include_kv: with disable_radix_cache=True there are no pages to save")
-    if core.pool.windows is not None:
-        # Of many cached pages there are no keys of sliding layers, which a prefix ends with.
-        logger.warning("include_kv: pages of sliding windows are not saved; they are computed anew")
-        return None
-    if core.pool.states is not None:
-        logger.warning("include_kv: recurrent states are not saved; prefixes are computed anew")
-        return None
-    if core.runner.routed_reader is not None:
-        logger.warning(
-            "include_kv: with enable_return_routed_experts=True pages are not saved; they are "
-            "computed anew"
-        )
-        return None
-    nodes = core.pool.cached_prefixes(core.scheduler.running)
-    stamps = [core.pool.stamp(page) for _, _, page in nodes]
-    kv_memory = core.runner.kv_memory
-    return PrefixSnapshot(nodes, stamps, kv_memory.geometry, kv_memory.layouts)
-
-
 def _register(groups: RequestGroups, restoration: Restoration) -> None:
     """Adds the calls of all engines' requests.
 
@@ -216,41 +229,6 @@ def _register(groups: RequestGroups, restoration: Restoration) -> None:
             f"the checkpoint has ids of requests that are not all answered: {taken[:10]}; "
             "nothing was restored"
         )
-
-
-def _load_prefixes(core: EngineCore, prefix: PrefixCheckpoint) -> None:
-    """Fills the prefix cache as far as there is room; other requests are prefilled again."""
-    kv_memory = core.runner.kv_memory
-    if core.pool.windows is not None:
-        logger.warning("the checkpoint's KV pages are left out: this engine has sliding windows")
-        return
-    if core.pool.states is not None:
-        logger.warning("the checkpoint's KV pages are left out: this engine has recurrent states")
-        return
-    if core.runner.routed_reader is not None:
-        logger.warning(
-            "the checkpoint's KV pages are left out: it does not say which experts their tokens "
-            "went through, and enable_return_routed_experts is set"
-        )
-        return
-    saved = {name: getattr(prefix, name) for name in kv_memory.geometry}
-    if "kv_cache" in core.sleep_manager.asleep or saved != kv_memory.geometry:
-        logger.warning(
-            "the checkpoint's KV pages (%s) are left out: this engine has %s",
-            saved,
-            "none, since it sleeps" if core.sleep_manager.asleep else kv_memory.geometry,
-        )
-        return
-    try:
-        pages = core.pool.adopt_prefixes(prefix.nodes)
-        if pages:
-            kv_memory.load_rows(list(pages.values()), list(pages), prefix.pages)
-    except Exception:
-        logger.exception("the checkpoint's KV pages could not be loaded; they are computed again")
-        core.lose_kv()
-        return
-    if len(pages) < len(prefix.nodes):
-        logger.warning("%d of %d KV pages were loaded", len(pages), len(prefix.nodes))
 
 
 def _take_in(core: EngineCore, each: RestoredRequest) -> None:

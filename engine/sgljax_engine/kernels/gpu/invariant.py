@@ -198,7 +198,7 @@ def prepare_heads(
     v: jax.Array,
     rope: tuple[jax.Array, jax.Array],
     norms: HeadNorms | None,
-    into: Slots | None = None,
+    into: Slots,
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -214,13 +214,13 @@ def prepare_heads(
         interpret: As of `linear`.
 
     Returns:
-        Queries, and the pages; without `into`, keys and values.
+        Queries, and the pages.
     """
     (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
     q_rows, kv_rows = (min(pl.next_power_of_2(n), _MAX_HEADS) for n in (num_heads, num_kv_heads))
     q_tiles = pl.cdiv(num_heads, q_rows)
     eps, offset = (0.0, 0.0) if norms is None else (norms.eps, norms.offset)
-    args = [q, k, v, *rope, *(() if into is None else into)]
+    args = [q, k, v, *rope, *into]
     num_before = len(args)
     args += [] if norms is None else [norms.q, norms.k]
 
@@ -247,12 +247,11 @@ def prepare_heads(
             keys = rotated_heads(k_ref, k_norm, angles, token, head[:, None], mask, eps, offset)
             at: Any = (token, head[:, None], dim[None, :])
             values = plgpu.load(v_ref.at[at], mask=mask, other=0.0)
-            if into is not None:
-                slot, (num_pages, _, page_size, _) = refs[7][token], k_out.shape
-                is_kept = (slot >= 0) & (slot < num_pages * page_size)
-                mask, slot = mask & is_kept, jnp.where(is_kept, slot, 0)
-                page, place = lax.div(slot, page_size), lax.rem(slot, page_size)
-                at = (page, head[:, None], place, dim[None, :])
+            slot, (num_pages, _, page_size, _) = refs[7][token], k_out.shape
+            is_kept = (slot >= 0) & (slot < num_pages * page_size)
+            mask, slot = mask & is_kept, jnp.where(is_kept, slot, 0)
+            page, place = lax.div(slot, page_size), lax.rem(slot, page_size)
+            at = (page, head[:, None], place, dim[None, :])
             plgpu.store(k_out.at[at], keys.astype(k_out.dtype), mask=mask)
             plgpu.store(v_out.at[at], values.astype(v_out.dtype), mask=mask)
 
@@ -260,11 +259,10 @@ def prepare_heads(
         kernel,
         grid=(num_tokens, q_tiles + pl.cdiv(num_kv_heads, kv_rows)),
         out_shape=tuple(
-            jax.ShapeDtypeStruct(each.shape, each.dtype)
-            for each in (q, *((k, v) if into is None else into[:2]))
+            jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (q, into.k_pages, into.v_pages)
         ),
         compiler_params=plgpu.CompilerParams(num_warps=4),
-        input_output_aliases={} if into is None else {5: 1, 6: 2},
+        input_output_aliases={5: 1, 6: 2},
         interpret=interpret,
         name="prepare_heads",
     )(*args)

@@ -19,7 +19,7 @@ def softmax_part(
     old: tuple[Any, Any],
     position: Any,
     first_token: Any,
-    kv_len: Any,
+    exists: tuple[Any, Any],
     scores: Scores,
 ) -> tuple[Any, Any, Any, Any]:
     """Adds a chunk of keys to the running softmax of queries that share a kv head.
@@ -31,7 +31,7 @@ def softmax_part(
         old: Maximum and sum of the scores before, [R, 1] float32.
         position: [R, S] int32, of the queries.
         first_token: Position of the first key.
-        kv_len: Keys that exist.
+        exists: Positions of the first key that is there, and of the one after the last.
         scores: How scores are made.
 
     Returns:
@@ -50,7 +50,7 @@ def softmax_part(
     if scores.logit_softcap is not None:
         s = scores.logit_softcap * jnp.tanh(s / scores.logit_softcap)
     token = first_token + lax.broadcasted_iota(jnp.int32, s.shape, 1)
-    is_seen = (token <= position) & (token < kv_len)
+    is_seen = (token <= position) & (token < exists[1])
     if scores.sliding_window is not None:
         is_seen &= token > position - scores.sliding_window
     s = jnp.where(is_seen, s, MASKED)
@@ -58,8 +58,11 @@ def softmax_part(
     new_max = jnp.maximum(old_max, jnp.max(s, axis=1, keepdims=True))
     p = jnp.where(is_seen, jnp.exp(s - new_max), 0.0)
     # Memory that holds no key may hold NaN, which a weight of 0 does not undo.
-    exists = first_token + lax.broadcasted_iota(jnp.int32, v.shape, 0) < kv_len
-    v = jnp.where(exists, v.astype(jnp.float32), 0.0).astype(v.dtype)
+    token = first_token + lax.broadcasted_iota(jnp.int32, v.shape, 0)
+    is_there = token < exists[1]
+    if scores.sliding_window is not None:
+        is_there &= token >= exists[0]
+    v = jnp.where(is_there, v.astype(jnp.float32), 0.0).astype(v.dtype)
     kept = jnp.exp(old_max - new_max)
     new_sum = kept * old_sum + jnp.sum(p, axis=1, keepdims=True)
     change = lax.dot_general(

@@ -72,7 +72,7 @@ def paged_attention(
     num_blocks, num_queries, num_heads, head_dim = q_NQDh.shape
     _, num_kv_heads, page_size, _ = k_pages.shape
     sizes = Sizes(
-        _step_blocks(q_NQDh, num_kv_heads),
+        step_blocks(q_NQDh, num_kv_heads),
         num_queries,
         _chunk_pages(k_pages, page_table_NP.shape[1]),
         page_size,
@@ -164,7 +164,7 @@ def _chunk_pages(pages: jax.Array, max_pages: int) -> int:
     return max(most, 1)
 
 
-def _step_blocks(q_NQDh: jax.Array, num_kv_heads: int) -> int:
+def step_blocks(q_NQDh: jax.Array, num_kv_heads: int) -> int:
     """Blocks of a step: a power of two that divides their number, within the limits."""
     num_blocks, num_queries, num_heads, head_dim = q_NQDh.shape
     itemsize = q_NQDh.dtype.itemsize

@@ -94,16 +94,25 @@ def _attend_run(step: Step, run: Run) -> None:
 
 def _copy_chunk(step: Step, run: Run, chunk: Any, slot: Any, act: Callable[[Any], None]) -> None:
     """Starts the copies of a chunk into a half of the buffers, or waits for them."""
-    first = chunk * step.sizes.chunk_pages
-    used = (run.kv_len + step.sizes.page_size - 1) // step.sizes.page_size
+    first, page_size = chunk * step.sizes.chunk_pages, step.sizes.page_size
+    used = (run.kv_len + page_size - 1) // page_size
 
-    def one(index: Any, _: Any) -> None:
+    def copy(index: Any) -> None:
         page = step.table_ref[run.last, first + index]
         for which, (pool, buffer, _new) in enumerate(step.pools):
             sem = step.load_sems.at[slot, which]
             act(pltpu.make_async_copy(pool.at[page], buffer.at[slot, index], sem))
 
-    lax.fori_loop(0, jnp.minimum(step.sizes.chunk_pages, used - first), one, None)
+    def one(index: Any, _: Any) -> None:
+        if not step.is_writing or step.sizes.num_queries == 1:
+            copy(index)
+            return
+        token = (first + index) * page_size
+        will_be_new = (token >= run.start) & (token + page_size <= run.kv_len)
+        pl.when(~will_be_new)(lambda: copy(index))
+
+    lower = jnp.maximum(run.page - first, 0)
+    lax.fori_loop(lower, jnp.minimum(step.sizes.chunk_pages, used - first), one, None)
 
 
 def _put_new(step: Step, run: Run, chunk: Any, slot: Any) -> None:
@@ -166,29 +175,31 @@ def _attend_chunk(step: Step, run: Run, chunk: Any, slot: Any) -> None:
     """Adds a chunk of keys: to all queries of the step if the run has all, else by blocks."""
     sizes, num_rows = step.sizes, step.q_ref.shape[-2]
     if sizes.step_blocks == 1:
-        _attend_tokens(step, run.start, run.kv_len, chunk, slot, slice(0, num_rows))
+        _attend_tokens(step, run, chunk, slot, slice(0, num_rows))
         return
     is_whole = run.last - run.first + 1 == sizes.step_blocks
 
     @pl.when(is_whole)
     def _() -> None:
-        _attend_tokens(step, run.start, run.kv_len, chunk, slot, slice(0, num_rows))
+        _attend_tokens(step, run, chunk, slot, slice(0, num_rows))
 
     def one_block(index: Any) -> None:
         block = run.first + index
         start, kv_len = step.starts_ref[block], step.lens_ref[block]
         is_seen = chunk * sizes.chunk_tokens < kv_len
-        is_seen &= chunk >= step.first_chunk(start, run.end_chunk)
+        is_seen &= chunk >= step.first_page(start) // sizes.chunk_pages
         tokens = pl.ds(step.tokens_before(block), sizes.num_queries)
-        pl.when(is_seen)(lambda: _attend_tokens(step, start, kv_len, chunk, slot, tokens))
+        part = run._replace(start=start, kv_len=kv_len)
+        pl.when(is_seen)(lambda: _attend_tokens(step, part, chunk, slot, tokens))
 
     pl.when(~is_whole)(lambda: _repeat(run.last - run.first + 1, one_block))
 
 
-def _attend_tokens(step: Step, start: Any, kv_len: Any, chunk: Any, slot: Any, tokens: Any) -> None:
-    """Adds a chunk of keys to the running softmax of queries from position `start` on."""
+def _attend_tokens(step: Step, run: Run, chunk: Any, slot: Any, tokens: Any) -> None:
+    """Adds a chunk of keys to the running softmax of queries from position `run.start` on."""
     (_, k_chunks, _), (_, v_chunks, _) = step.pools
     first_token = chunk * step.sizes.chunk_tokens
+    exists = run.page * step.sizes.page_size, run.kv_len
     num_heads, num_groups, *_ = step.state[2].shape
     for head in range(num_heads):
         places = [step.place_of(head, group, tokens) for group in range(num_groups)]
@@ -198,12 +209,12 @@ def _attend_tokens(step: Step, start: Any, kv_len: Any, chunk: Any, slot: Any, t
         k, v = (x[slot, :, head].reshape(-1, q.shape[-1]) for x in (k_chunks, v_chunks))
         max_ref, sum_ref, acc_ref = (ref.at[head, :, tokens] for ref in step.state)
         # A row is a query; of a block of one token, all rows are at its position.
-        position = jnp.full((*rows, k.shape[0]), start, jnp.int32)
+        position = jnp.full((*rows, k.shape[0]), run.start, jnp.int32)
         if step.sizes.num_queries > 1:
             position += lax.broadcasted_iota(jnp.int32, position.shape, 1)
         old = max_ref[...].reshape(-1, LANES)[:, :1], sum_ref[...].reshape(-1, LANES)[:, :1]
         new_max, new_sum, kept, change = softmax_part(
-            q, k, v, old, position.reshape(-1, k.shape[0]), first_token, kv_len, step.scores
+            q, k, v, old, position.reshape(-1, k.shape[0]), first_token, exists, step.scores
         )
         acc = kept * acc_ref[...].reshape(q.shape) + change
         acc_ref[...] = acc.reshape(acc_ref.shape)

@@ -18,6 +18,7 @@ class Run(NamedTuple):
         last: Its last block, whose page table has all its keys.
         start: Position of its first token.
         kv_len: Keys that exist, its own included.
+        page: The first page that it needs: older ones have left the window.
         chunk: The first chunk that it needs.
         end_chunk: The one after its last; `chunk` for an unused block.
     """
@@ -26,6 +27,7 @@ class Run(NamedTuple):
     last: Any
     start: Any
     kv_len: Any
+    page: Any
     chunk: Any
     end_chunk: Any
 
@@ -114,14 +116,16 @@ class Step(NamedTuple):
         last = first + self.runs_ref[first] - 1
         start, kv_len = self.starts_ref[first], self.lens_ref[last]
         end = (kv_len + self.sizes.chunk_tokens - 1) // self.sizes.chunk_tokens
-        return Run(first, last, start, kv_len, self.first_chunk(start, end), end)
+        page = self.first_page(start)
+        chunk = jnp.minimum(page // self.sizes.chunk_pages, end)
+        return Run(first, last, start, kv_len, page, chunk, end)
 
-    def first_chunk(self, start: Any, end: Any) -> Any:
-        """The first chunk that a query at `start` sees, at most `end`."""
+    def first_page(self, start: Any) -> Any:
+        """The first page that a query at `start` sees."""
         if self.scores.sliding_window is None:
             return jnp.int32(0)
         oldest = jnp.maximum(start - self.scores.sliding_window + 1, 0)
-        return jnp.minimum(oldest // self.sizes.chunk_tokens, end)
+        return oldest // self.sizes.page_size
 
     def place_of(self, head: int, group: int, tokens: Any) -> Any:
         """Position of the queries and outputs of a kv head's group."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sgljax_engine.runner.programs.drafts import NO_TOKEN, TEXT_CHUNK, DraftBatch
-from sgljax_engine.speculation.plan import ACCEPTANCE_KINDS, RowDrafts
+from sgljax_engine.speculation.plan import RowDrafts
 from sgljax_engine.speculation.texts import MATCHED_TOKENS
 
 _REFERENCE_TOKENS = 8192
@@ -42,7 +42,7 @@ class TextSizes(NamedTuple):
 
 
 def build_draft_batch(
-    rows: Sequence[RowDrafts], size: int, sizes: TextSizes, costs: Sequence[float]
+    rows: Sequence[RowDrafts], size: int, sizes: TextSizes, row_tokens: int
 ) -> DraftBatch:
     """Texts of the rows of a decode batch; padding rows have none.
 
@@ -52,8 +52,6 @@ def build_draft_batch(
     ends = np.zeros((size, 2), np.int32)
     num_text = np.zeros(size, np.int32)
     drafts_own = np.zeros(size, bool)
-    acceptance = np.zeros((size, ACCEPTANCE_KINDS), np.float32)
-    weights = np.ones(size, np.float32)
     for index, row in enumerate(rows):
         room = sizes.references
         siblings = _fitting(row.siblings, room // 2 if row.history else room)
@@ -68,10 +66,9 @@ def build_draft_batch(
         text[index, end : end + len(own)] = own
         num_text[index] = end + len(own)
         drafts_own[index] = row.drafts_own
-        acceptance[index] = row.acceptance
-        weights[index] = row.weight
-    arrays: Any = (text, ends, num_text, drafts_own, acceptance, weights)
-    return DraftBatch(*arrays, np.asarray(costs, np.float32))  # type: ignore[arg-type]
+    places = np.arange(row_tokens, dtype=np.int32)
+    arrays: Any = (text, ends, num_text, drafts_own, places)
+    return DraftBatch(*arrays)
 
 
 def _fitting(references: Sequence[np.ndarray], room: int) -> list[np.ndarray]:

@@ -25,7 +25,7 @@ from sgljax_engine.layers.devices import Options, compiler_options
 from sgljax_engine.observability.progress import ProgressListener, reporting
 from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.runner.compile.memory import checked_fit
-from sgljax_engine.runner.programs import decode, pages, prefill, score, verify
+from sgljax_engine.runner.programs import decode, pages, prefill, score
 from sgljax_engine.runner.programs.context import ProgramContext
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,6 @@ _PROGRAMS = {
     "prefill": _Program(prefill.prefill, ("weights", "kv"), ("kv",)),
     "copy_pages": _Program(pages.copy_pages, ("kv",), ("kv",)),
     "decode": _Program(decode.decode, ("weights", "kv"), ("kv", "result")),
-    "verify": _Program(verify.verify, ("weights", "kv"), ("kv", "result")),
     "read_pages": _Program(pages.read_pages, ("kv",), ("moved",)),
     "write_pages": _Program(pages.write_pages, ("kv", "moved"), ("kv",)),
     "copy_states": _Program(pages.copy_states, ("kv",), ("kv",)),

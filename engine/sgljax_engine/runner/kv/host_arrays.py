@@ -87,24 +87,6 @@ def to_device(tree: Any) -> Any:
     return structure.unflatten(jax.block_until_ready(arrays))
 
 
-def from_numpy(array: np.ndarray, sharding: jax.sharding.Sharding) -> HostArray:
-    """Wraps an array for the devices; the caller must not write to it any more."""
-    return HostArray(array.shape, sharding, None, {_whole(array.shape): array})
-
-
-def to_numpy(host: HostArray) -> np.ndarray:
-    """The whole array, possibly a view of the copy."""
-    if host.beside is not None:
-        return np.asarray(host.beside)
-    whole = host.parts.get(_whole(host.shape))
-    if whole is not None:
-        return whole
-    array = np.empty(host.shape, next(iter(host.parts.values())).dtype)
-    for key, part in host.parts.items():
-        array[tuple(slice(*bounds) for bounds in key)] = part
-    return array
-
-
 def num_bytes(tree: Any) -> int:
     """Bytes of all `HostArray`s of a pytree."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, HostArray))
@@ -115,7 +97,7 @@ def _to_device(host: HostArray) -> jax.Array:
     if host.beside is not None:
         return jax.device_put(host.beside, host.sharding)
     return jax.make_array_from_callback(
-        host.shape, host.sharding, lambda index: _slice(host, index or ())
+        host.shape, host.sharding, lambda index: host.parts[_key(index or (), host.shape)]
     )
 
 
@@ -136,15 +118,6 @@ def _part(data: jax.Array) -> np.ndarray:
     (device,) = data.devices()
     # On a CPU of this process this may be no copy, and would keep the array alive.
     return _aligned_copy(part) if is_own_cpu(device) else part
-
-
-def _slice(host: HostArray, index: tuple[slice, ...]) -> np.ndarray:
-    part = host.parts.get(_key(index, host.shape))
-    return host.parts[_whole(host.shape)][index] if part is None else part
-
-
-def _whole(shape: tuple[int, ...]) -> tuple[Any, ...]:
-    return tuple((0, size) for size in shape)
 
 
 def _key(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[Any, ...]:

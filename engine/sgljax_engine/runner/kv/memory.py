@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,6 @@ import numpy as np
 
 from sgljax_engine.cache.kv_pages import (
     KVPages,
-    PageLayout,
     allocate_kv_pages,
     routed_width,
 )
@@ -23,7 +22,7 @@ from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.runner.batches.page_ids import page_ids
 from sgljax_engine.runner.compile.compiled import ProgramCache, ProgramCall, ProgramState, takes_kv
 from sgljax_engine.runner.kv.host_arrays import HostMemory, host_memory, to_device, to_host
-from sgljax_engine.runner.kv.saved_pages import SavedPages, chunk_ids, chunk_size, page_chunks
+from sgljax_engine.runner.kv.saved_pages import SavedPages, chunk_ids, chunk_size
 from sgljax_engine.runner.programs.context import ProgramContext
 
 logger = logging.getLogger(__name__)
@@ -76,20 +75,6 @@ class KVMemory:
         self.num_window_pages = num_window_pages
         self.num_state_slots = num_state_slots
         self._allocate()
-
-    @property
-    def layouts(self) -> tuple[PageLayout, ...]:
-        """Layout of a token's heads in a page, for each cached layer."""
-        return self._static.page_layouts
-
-    @property
-    def geometry(self) -> dict[str, Any]:
-        """Facts that a page's contents depend on, beside weights and tokens."""
-        return {
-            "page_size": self._static.page_size,
-            "dtype": self._placement.dtype.name,
-            "kv_shapes": list(map(tuple, self._static.context.config.cached_kv)),
-        }
 
     @property
     def _shardings(self) -> list[jax.sharding.NamedSharding]:
@@ -168,7 +153,7 @@ class KVMemory:
     def _allocate(self) -> None:
         placement = self._placement
         pages = allocate_kv_pages(
-            self.layouts,
+            self._static.page_layouts,
             self._shardings,
             num_pages=[
                 self.num_window_pages if in_window else self.num_pages
@@ -224,7 +209,18 @@ class KVMemory:
             windows: The current window page of each page, or -1. A page that had none when it was
                 saved must have none.
         """
-        self._load_chunks(saved.only(pages, self.num_pages), windows)
+        self.take()
+        try:
+            for ids, contents in saved.only(pages, self.num_pages):
+                state = self.state({})._replace(moved=to_device(contents))
+                state, _ = self._programs.run(
+                    ProgramCall("write_pages", (page_ids(ids, windows),)), state
+                )
+                self.kv = state.kv
+            self.check()
+        except BaseException:
+            self.drop()
+            raise
 
     def save_states(self, slots: Sequence[int]) -> SavedStates:
         """Copies the recurrent states in these slots to the host; waits for it."""
@@ -248,45 +244,6 @@ class KVMemory:
     def _states_per_copy(self) -> int:
         size = sum(array.nbytes for array in jax.tree.leaves(self.kv.states))
         return chunk_size(size // self.num_state_slots, self.num_state_slots)
-
-    def load_rows(
-        self,
-        pages: Sequence[int],
-        rows: Sequence[int],
-        layers: Sequence[tuple[np.ndarray, np.ndarray]],
-    ) -> None:
-        """Puts row `rows[i]` of each layer's bits of k and v into `pages[i]`; as `load_pages`.
-
-        Bits are [R, num_kv_heads, page_size, head_dim] of the layer, whatever the layout.
-        """
-        self.take()
-        chunks = page_chunks(
-            pages,
-            rows,
-            layers,
-            size=self.pages_per_copy,
-            num_pages=self.num_pages,
-            layouts=self.layouts,
-            shardings=self._shardings,
-        )
-        self._load_chunks(chunks)
-
-    def _load_chunks(
-        self, chunks: Iterable[tuple[np.ndarray, Any]], windows: np.ndarray | None = None
-    ) -> None:
-        """Copies chunks of `SavedPages` into the pages; waits for it."""
-        self.take()
-        try:
-            for ids, contents in chunks:
-                state = self.state({})._replace(moved=to_device(contents))
-                state, _ = self._programs.run(
-                    ProgramCall("write_pages", (page_ids(ids, windows),)), state
-                )
-                self.kv = state.kv
-            self.check()
-        except BaseException:
-            self.drop()
-            raise
 
     @property
     def pages_per_copy(self) -> int:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from sgljax_engine.attention.base import Attention
 from sgljax_engine.cache.kv_pages import PageLayout
-from sgljax_engine.layers.kernels import Kernels
+from sgljax_engine.layers.kernels import CpuKernels
 from sgljax_engine.models.spec import ModelContext, ModelDefinition
-from sgljax_engine.runner.programs.drafts import Search, search_text, verify_widths
+from sgljax_engine.runner.programs.drafts import Search, search_text
 from sgljax_engine.sampling.sampler import XLA, Sampler
-from sgljax_engine.speculation.plan import TOKENS_PER_STEP
+from sgljax_engine.speculation.plan import TOKENS_PER_STEP, row_tokens
 
 
 class DraftContext(NamedTuple):
@@ -55,23 +54,19 @@ class ProgramContext(NamedTuple):
     drafts: DraftContext = DraftContext()
 
     @property
-    def recur_kernels(self) -> Kernels | None:
+    def recur_kernels(self) -> CpuKernels | None:
         """Kernels of recurrences token by token; None where bits may depend on a prompt's cuts."""
         kernels = self.context.kernels
-        return kernels if kernels.is_batch_invariant else None
+        return kernels if isinstance(kernels, CpuKernels) else None
 
     @property
     def max_row_tokens(self) -> int:
         """Most tokens of a row in a dispatch with drafts."""
         return TOKENS_PER_STEP * self.max_steps
 
-    def verify_widths(self, num_rows: int) -> tuple[int, ...]:
-        """Tokens of a step with drafts, see `drafts.verify_widths`."""
-        return verify_widths(num_rows, self.drafts.num_drafts, self.drafts.max_step_tokens)
-
-    def sizes_with_drafts(self, sizes: Sequence[int]) -> list[int]:
-        """The batch sizes that may verify drafts; none without speculation."""
-        return [size for size in sizes if len(self.verify_widths(size)) > 1]
+    def row_tokens(self, num_rows: int) -> tuple[int, ...]:
+        """Tokens of a row in a step, see `plan.row_tokens`."""
+        return row_tokens(num_rows, self.drafts.num_drafts, self.drafts.max_step_tokens)
 
     @property
     def in_windows(self) -> tuple[bool, ...]:

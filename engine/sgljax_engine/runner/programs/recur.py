@@ -17,7 +17,7 @@ from sgljax_engine.attention.base import BlockTables
 from sgljax_engine.cache.layer_states import LayerState, VerifyState
 from sgljax_engine.layers import delta_net
 from sgljax_engine.layers.delta_net import NetInputs, TokenTerms
-from sgljax_engine.layers.kernels import Kernels
+from sgljax_engine.layers.kernels import CpuKernels, Kernels
 from sgljax_engine.model_config import LinearAttentionConfig
 from sgljax_engine.models.spec import LayerCache, Recur
 from sgljax_engine.runner.batches.page_ids import NO_SLOT
@@ -41,7 +41,7 @@ def block_recur(
     net: LinearAttentionConfig,
     tables: BlockTables,
     slots: jax.Array,
-    kernels: Kernels | None = None,
+    kernels: CpuKernels | None = None,
 ) -> Recur:
     """A `recur` of blocks.
 
@@ -72,7 +72,7 @@ def _recur_blocks(
     inputs: NetInputs,
     weight: jax.Array,
     layer: LayerState,
-    kernels: Kernels | None,
+    kernels: CpuKernels | None,
 ) -> tuple[jax.Array, LayerState]:
     count = blocks.lens.shape[0]
     qkv, decay, rate = (x.reshape(count, -1, x.shape[-1]).astype(jnp.float32) for x in inputs)
@@ -83,7 +83,7 @@ def _recur_blocks(
     if kernels is not None:
         slots = jnp.where(is_token[..., 0], blocks.slots[:, None], NO_SLOT)
         is_first = blocks.firsts[:, None] + number == 0
-        heads = kernels.net_heads(window, weight, net.head_sizes, is_token[..., 0])
+        heads = kernels.net_heads(window, weight, net.head_sizes)
         terms = _terms(heads, decay, rate, slots, is_first)
         matrix, out = kernels.delta_rule(layer.matrix, terms, net.head_sizes)
         return out, LayerState(conv, matrix)
@@ -132,16 +132,13 @@ def _windows(
     return window, conv.at[jnp.where(is_last, blocks.slots, NO_SLOT)].set(new, mode="drop")
 
 
-def row_recur(
-    net: LinearAttentionConfig, active: jax.Array, kernels: Kernels, *, by_token: bool
-) -> Recur:
+def row_recur(net: LinearAttentionConfig, active: jax.Array, kernels: Kernels) -> Recur:
     """A `recur` of one token a row, whose state is that of the row; other rows keep theirs.
 
     Args:
         net: Sizes of the layers.
         active: [B] bool, rows that take the token.
         kernels: Apply the rule.
-        by_token: By what also applies it in prefill.
     """
 
     def recur(
@@ -151,13 +148,13 @@ def row_recur(
         new = inputs.qkv.astype(jnp.float32)[:, None]
         window = jnp.concatenate([layer.conv, new], axis=1)
         conv = jnp.where(active[:, None, None], window[:, 1:], layer.conv)
-        if not by_token:
+        if not isinstance(kernels, CpuKernels):
             heads = delta_net.split_heads(delta_net.convolve(window, weight)[:, 0], *net.head_sizes)
             # A state that neither decays nor changes is the same, without one more pass over it.
             decay, rate = (jnp.where(active[:, None], x, 0.0) for x in inputs[1:])
             matrix, out = kernels.delta_step(layer.matrix, heads, decay, rate)
             return out, LayerState(conv, matrix)
-        heads = kernels.net_heads(window, weight, net.head_sizes, active[:, None])
+        heads = kernels.net_heads(window, weight, net.head_sizes)
         terms = _row_terms(
             heads, inputs.decay[:, None], inputs.rate[:, None], active.astype(jnp.int32)
         )
@@ -177,19 +174,14 @@ def _row_terms(heads: jax.Array, decay: jax.Array, rate: jax.Array, lens: jax.Ar
 
 
 def verify_recur(
-    net: LinearAttentionConfig,
-    places: jax.Array,
-    lens: jax.Array,
-    back: jax.Array,
-    kernels: Kernels | None = None,
+    net: LinearAttentionConfig, lens: jax.Array, width: int, kernels: CpuKernels | None
 ) -> Recur:
     """A `recur` of a few tokens a row, of which `accept` takes in the first ones later.
 
     Args:
         net: Sizes of the layers.
-        places: [B, W] int32, index among the pass's tokens of each row's.
-        lens: [B] int32, tokens of each row; the rest of `places` is anything.
-        back: [T] int32, for each of the pass's tokens its index in `places`, flat.
+        lens: [B] int32, tokens of each row.
+        width: Tokens of a row in the pass.
         kernels: As for `block_recur`.
     """
 
@@ -197,9 +189,9 @@ def verify_recur(
         inputs: NetInputs, weight: jax.Array, layer: LayerCache
     ) -> tuple[jax.Array, LayerCache]:
         assert isinstance(layer, VerifyState)
-        qkv, decay, rate = (x[places].astype(jnp.float32) for x in inputs)
+        qkv, decay, rate = (x.reshape(-1, width, x.shape[-1]).astype(jnp.float32) for x in inputs)
         window = jnp.concatenate([layer.state.conv, qkv], axis=1)
-        is_token = jnp.arange(places.shape[1], dtype=jnp.int32)[None] < lens[:, None]
+        is_token = jnp.arange(width, dtype=jnp.int32)[None] < lens[:, None]
         terms: tuple[jax.Array, jax.Array]
         if kernels is None:
             heads = delta_net.split_heads(delta_net.convolve(window, weight), *net.head_sizes)
@@ -208,27 +200,20 @@ def verify_recur(
             out, change = jax.vmap(delta_net.chunk_outputs)(layer.state.matrix, of_chunks)
             terms = heads.k, change
         else:
-            flat = kernels.net_heads(window, weight, net.head_sizes, is_token)
+            flat = kernels.net_heads(window, weight, net.head_sizes)
             tokens = _row_terms(flat, decay, rate, lens)
             _, out = kernels.delta_rule(layer.state.matrix, tokens, net.head_sizes)
             terms = flat, rate
-        old = layer.window, layer.decay, layer.terms
-        new = jax.tree.map(_put_first, old, (window, decay, terms))
-        return out.reshape(-1, *out.shape[-2:])[back], VerifyState(layer.state, *new)
+        return out.reshape(-1, *out.shape[-2:]), VerifyState(layer.state, window, decay, terms)
 
     return recur
-
-
-def _put_first(old: jax.Array, new: jax.Array) -> jax.Array:
-    """Replaces the first elements along each axis."""
-    return lax.dynamic_update_slice(old, new, (0,) * old.ndim)
 
 
 def accept(
     net: LinearAttentionConfig,
     layer: VerifyState,
     counts: jax.Array,
-    kernels: Kernels | None = None,
+    kernels: CpuKernels | None = None,
 ) -> VerifyState:
     """Takes the first `counts` [B] tokens of each row into its state; `kernels` as of the recur."""
     state = layer.state

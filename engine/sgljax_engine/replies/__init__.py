@@ -1,0 +1,1 @@
+"""Replies of chat models as text: their thoughts, content and tool calls, by response templates."""

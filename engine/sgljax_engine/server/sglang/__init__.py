@@ -1,1 +1,0 @@
-"""SGLang's routes."""
