@@ -14,8 +14,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from sgljax_engine import Engine
+from sgljax_engine.aio import Callers
 from sgljax_engine.core import commands as cmd
-from sgljax_engine.core.callers import Callers
 from sgljax_engine.core.engine_core import EngineCore
 from sgljax_engine.core.group import EngineGroup
 from sgljax_engine.core.loop import EngineLoop

@@ -70,8 +70,7 @@ HOST_ONLY = (
     "speculation",
     "weights.hf_json",
     "core.workers",
-    "core.request_groups",
-    "core.router",
+    "core.calls",
     "core.stats",
 )
 

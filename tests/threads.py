@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from sgljax_engine import Engine, EngineShutdownError, RequestOutput
+from sgljax_engine.aio import Callers
 from sgljax_engine.core import commands as cmd
-from sgljax_engine.core.callers import Callers
 from sgljax_engine.types import Request
 from tests import inside
 

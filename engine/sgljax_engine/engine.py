@@ -7,12 +7,10 @@ arguments and sends a command to the engine threads.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import importlib
 import logging
-import os
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -21,14 +19,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import jax
 import numpy as np
 
-from sgljax_engine.aio import Asks, asks, twin
+from sgljax_engine.aio import Asks, Callers, asks, for_asyncio
 from sgljax_engine.builder import group, sources
 from sgljax_engine.builder.adapters import adapter_source, check_adapters, first_sources
 from sgljax_engine.builder.endable_progress import EndableProgress
 from sgljax_engine.checkpoint.manager import CheckpointManager, SaveReport
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.core import commands as cmd
-from sgljax_engine.core.callers import Callers
 from sgljax_engine.core.checkpoint_writer import SaveJob, load_checkpoint
 from sgljax_engine.core.command import SHUT_DOWN
 from sgljax_engine.core.weights_worker import job
@@ -41,30 +38,31 @@ from sgljax_engine.io_struct import (
     PauseGenerationReqInput,
     PauseMode,
     SleepTag,
+    check_flags,
     check_level,
     check_mode,
     check_tags,
+    flushes,
 )
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import load_model_config
-from sgljax_engine.models.weight_rules import hf_source
 from sgljax_engine.observability.metrics import EngineState
 from sgljax_engine.observability.progress import EngineProgress, ProgressListener
 from sgljax_engine.observability.trace import MAX_EVENTS, Recording
 from sgljax_engine.outputs import RequestOutput
 from sgljax_engine.processing.any_tokenizer import take_tokenizer
 from sgljax_engine.processing.bounded_text import check_length, check_text
-from sgljax_engine.processing.conversation import conversation_ids
+from sgljax_engine.processing.conversation import conversation_ids, split_conversations
 from sgljax_engine.processing.futures import Answer
 from sgljax_engine.processing.generation_defaults import read_generation_defaults
 from sgljax_engine.processing.home import HomeFuture
-from sgljax_engine.processing.input_processor import LogprobArgs, RequestFactory
+from sgljax_engine.processing.input_processor import LogprobArgs, RequestFactory, is_large
 from sgljax_engine.processing.tokenizer import DecodeOptions, Tokenizer
 from sgljax_engine.processing.tokenizer_folder import load_tokenizer
-from sgljax_engine.sampling_params import SamplingParams, SeedSource
+from sgljax_engine.sampling_params import SamplingParams, SeedSource, refuse_keywords
 from sgljax_engine.types import Request
-from sgljax_engine.weights.rules import WeightRule, WeightSource, check_rules
-from sgljax_engine.weights.staged import StagedWeights
+from sgljax_engine.weights.rules import WeightRule
+from sgljax_engine.weights.staged import StagedWeights, check_staged
 
 if TYPE_CHECKING:
     from sgljax_engine.server import Server, ServerConfig
@@ -322,7 +320,7 @@ class Engine:
             EngineStateError: after an update with donate=True failed.
             EngineShutdownError: after, or because of, `shutdown`.
         """
-        _refuse_keywords(unknown)
+        refuse_keywords(unknown)
         logprobs = LogprobArgs(
             return_logprob, logprob_start_len, top_logprobs_num, token_ids_logprob
         )
@@ -352,7 +350,7 @@ class Engine:
 
         With `stream` it returns an `AsyncTokenStream`: `async for piece in await ...`.
         """
-        _refuse_keywords(unknown)
+        refuse_keywords(unknown)
         logprobs = LogprobArgs(
             return_logprob, logprob_start_len, top_logprobs_num, token_ids_logprob
         )
@@ -360,8 +358,8 @@ class Engine:
             self._make_requests, prompt, sampling_params, input_ids, logprobs, stream, rid, lora
         )
         # Other tasks of the event loop would have to wait for it.
-        is_large = _is_large(input_ids if prompt is None else prompt)
-        requests, is_single = await asyncio.to_thread(make) if is_large else make()
+        takes_long = is_large(input_ids if prompt is None else prompt)
+        requests, is_single = await asyncio.to_thread(make) if takes_long else make()
         if stream:
             return self._calls.async_stream(requests)
         outputs = await self._calls.async_generate(requests)
@@ -398,7 +396,7 @@ class Engine:
         Raises:
             InvalidRequestError: as `apply_chat_template` and `generate`.
         """
-        conversations, is_single = _conversations(messages)
+        conversations, is_single = split_conversations(messages)
         ids = [
             self.apply_chat_template(
                 conversation,
@@ -748,7 +746,7 @@ class Engine:
             raise InvalidRequestError(
                 f"level must be 1 with tags={tags!r}, got 2: it drops weights"
             )
-        _check_flags(preserve_state=preserve_state, refuse_requests=refuse_requests)
+        check_flags(preserve_state=preserve_state, refuse_requests=refuse_requests)
         return functools.partial(cmd.Sleep, level, preserve_state, checked, refuse_requests)
 
     @asks
@@ -835,9 +833,9 @@ class Engine:
         """
         check_mode(mode)
         checks_finite = self._checks_finite if check_finite is None else check_finite
-        _check_flags(donate=donate, verify=verify, check_finite=checks_finite)
-        flush = _flushes(mode, flush_cache)
-        load = self._weight_source(source, rules)
+        check_flags(donate=donate, verify=verify, check_finite=checks_finite)
+        flush = flushes(mode, flush_cache)
+        load = sources.update_source(self._model, source, rules)
         update = self._group.weights.update
         return job(
             update, load, mode, flush, donate=donate, verify=verify, check_finite=checks_finite
@@ -870,8 +868,8 @@ class Engine:
             WeightLoadError: for a folder that is missing, broken or of another model.
         """
         checks_finite = self._checks_finite if check_finite is None else check_finite
-        _check_flags(verify=verify, check_finite=checks_finite)
-        load = self._weight_source(source, rules)
+        check_flags(verify=verify, check_finite=checks_finite)
+        load = sources.update_source(self._model, source, rules)
         return job(self._group.weights.stage, load, verify=verify, check_finite=checks_finite)
 
     @asks
@@ -901,9 +899,9 @@ class Engine:
             EngineStateError: for discarded weights; also as in `update_weights`, and then the
                 weights stay staged.
         """
-        _check_staged(staged)
+        check_staged(staged)
         check_mode(mode)
-        return job(self._group.weights.publish, staged, mode, _flushes(mode, flush_cache))
+        return job(self._group.weights.publish, staged, mode, flushes(mode, flush_cache))
 
     def discard_weights(self, staged: StagedWeights) -> bool:
         """Frees staged weights; does not touch the serving weights.
@@ -915,7 +913,7 @@ class Engine:
         Raises:
             InvalidRequestError: for weights that another engine staged.
         """
-        _check_staged(staged)
+        check_staged(staged)
         try:
             return self._calls.ask(job(self._group.weights.discard, staged))
         except EngineShutdownError:
@@ -923,7 +921,7 @@ class Engine:
 
     async def async_discard_weights(self, staged: StagedWeights) -> bool:
         """`discard_weights` for asyncio; cancelling the task does not undo it."""
-        _check_staged(staged)
+        check_staged(staged)
         try:
             return await self._calls.async_ask(job(self._group.weights.discard, staged))
         except EngineShutdownError:
@@ -969,7 +967,7 @@ class Engine:
         if not isinstance(name, str) or not name:
             raise InvalidRequestError(f"name must be a string of an adapter, got {name!r}")
         check_mode(mode)
-        flush = _flushes(mode, flush_cache)
+        flush = flushes(mode, flush_cache)
         load = functools.partial(adapter_source, self._model, source, rules)
         load_adapter = self._group.weights.load_adapter
         return job(load_adapter, name, load, mode, flush, check_finite=self._checks_finite)
@@ -1029,17 +1027,8 @@ class Engine:
             WeightSyncError: when the source does not map onto the weights.
             WeightLoadError: for a folder that is missing, broken or of another model.
         """
-        found = self._weight_source(source, rules)()
+        found = sources.update_source(self._model, source, rules)()
         return self._calls.ask(functools.partial(cmd.CompareWeights, found.arrays, found.rules))
-
-    def _weight_source(
-        self, source: Any, rules: Sequence[WeightRule] | None
-    ) -> Callable[[], WeightSource]:
-        if isinstance(source, (str, os.PathLike)):
-            return functools.partial(sources.same_model_weights, self._model, Path(source), rules)
-        if rules is not None:
-            return functools.partial(WeightSource, source, check_rules(rules))
-        return functools.partial(hf_source, self._model, source, None)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -1170,21 +1159,36 @@ class Engine:
 
     # ------------------------------------------------------------------ asyncio
 
-    # Cancelling a task does not undo a call; it frees what `stage_weights` staged. An update goes
-    # on reading its source: do not change it until the update is done.
-    async_get_internal_state = twin(get_internal_state)
-    async_pause_generation = twin(pause_generation)
-    async_continue_generation = twin(continue_generation)
-    async_abort_request = twin(abort_request)
-    async_flush_cache = twin(flush_cache)
-    async_sleep = twin(sleep)
-    async_wake_up = twin(wake_up)
-    async_update_weights = twin(update_weights)
-    async_stage_weights = twin(stage_weights)
-    async_publish_weights = twin(publish_weights)
-    async_load_adapter = twin(load_adapter)
-    async_unload_adapter = twin(unload_adapter)
-    async_save_checkpoint = twin(save_checkpoint)
+    # Cancelling a task does not undo its call.
+    async_get_internal_state = for_asyncio(get_internal_state)
+    """`get_internal_state` for asyncio."""
+    async_pause_generation = for_asyncio(pause_generation)
+    """`pause_generation` for asyncio."""
+    async_continue_generation = for_asyncio(continue_generation)
+    """`continue_generation` for asyncio."""
+    async_abort_request = for_asyncio(abort_request)
+    """`abort_request` for asyncio."""
+    async_flush_cache = for_asyncio(flush_cache)
+    """`flush_cache` for asyncio."""
+    async_sleep = for_asyncio(sleep)
+    """`sleep` for asyncio."""
+    async_wake_up = for_asyncio(wake_up)
+    """`wake_up` for asyncio."""
+    async_update_weights = for_asyncio(update_weights)
+    """`update_weights` for asyncio.
+
+    A cancelled update goes on, and keeps reading its source: do not change that until it is done.
+    """
+    async_stage_weights = for_asyncio(stage_weights)
+    """`stage_weights` for asyncio; cancelling the task frees what it staged."""
+    async_publish_weights = for_asyncio(publish_weights)
+    """`publish_weights` for asyncio."""
+    async_load_adapter = for_asyncio(load_adapter)
+    """`load_adapter` for asyncio."""
+    async_unload_adapter = for_asyncio(unload_adapter)
+    """`unload_adapter` for asyncio."""
+    async_save_checkpoint = for_asyncio(save_checkpoint)
+    """`save_checkpoint` for asyncio."""
 
     # ------------------------------------------------------------------ requests
 
@@ -1210,7 +1214,7 @@ class Engine:
         stands_alone: bool = False,
     ) -> tuple[list[Request], bool]:
         self._group.home.check()
-        _check_flags(stream=stream)
+        check_flags(stream=stream)
         self._warn_of_sleep()
         is_default = sampling_params is None
         if is_default:
@@ -1228,59 +1232,6 @@ class Engine:
         )
 
 
-_MANY_ITEMS = 10_000
-"""Characters and token ids that become requests within about a millisecond."""
-
-
-def _is_large(prompts: Any) -> bool:
-    """Whether it takes long to make requests of prompts; what is no prompt is refused at once."""
-    if not isinstance(prompts, (str, list, tuple)):
-        return False
-    if isinstance(prompts, str) or len(prompts) > _MANY_ITEMS:
-        return len(prompts) > _MANY_ITEMS
-    return sum(len(each) if isinstance(each, Sized) else 1 for each in prompts) > _MANY_ITEMS
-
-
-def _refuse_keywords(unknown: Mapping[str, Any]) -> None:
-    """Says where a sampling field goes, which other APIs take as a keyword."""
-    for name, value in unknown.items():
-        if name in {field.name for field in dataclasses.fields(SamplingParams)}:
-            raise InvalidRequestError(
-                f"generate takes no keyword {name!r}: give it as sampling_params="
-                f"{{{name!r}: {value!r}}}"
-            )
-        raise InvalidRequestError(f"generate takes no keyword {name!r}")
-
-
-def _check_staged(staged: Any) -> None:
-    if not isinstance(staged, StagedWeights):
-        raise InvalidRequestError(f"staged must be StagedWeights, got {type(staged).__name__}")
-
-
-def _flushes(mode: PauseMode, flush_cache: Any) -> bool:
-    if flush_cache is not None and not isinstance(flush_cache, bool):
-        raise InvalidRequestError(f"flush_cache must be True, False or None: {flush_cache!r}")
-    return mode != "in_place" if flush_cache is None else flush_cache
-
-
-def _check_flags(**flags: Any) -> None:
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise InvalidRequestError(f"{name} must be True or False, got {value!r}")
-
-
 def _dicts(outputs: Sequence[RequestOutput], is_single: bool) -> Any:
     dicts = [output.to_dict() for output in outputs]
     return dicts[0] if is_single else dicts
-
-
-def _conversations(messages: Any) -> tuple[Sequence[Any], bool]:
-    """The conversations of a `chat` call, and whether the caller gave a single one."""
-    is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
-    if not is_list or not messages:
-        raise InvalidRequestError(
-            "messages must be a list of at least one dict with 'role' and 'content', or a list of "
-            f"such lists, got {messages!r}"
-        )
-    is_single = isinstance(messages[0], Mapping)
-    return [messages] if is_single else messages, is_single

@@ -54,6 +54,20 @@ def check_tags(tags: Any) -> tuple[SleepTag, ...]:
     return tuple(tag for tag in SLEEP_TAGS if tag in given)
 
 
+def check_flags(**flags: Any) -> None:
+    """Raises InvalidRequestError for a flag that is no bool."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise InvalidRequestError(f"{name} must be True or False, got {value!r}")
+
+
+def flushes(mode: PauseMode, flush_cache: Any) -> bool:
+    """Whether an update forbids reuse of old keys and values; None leaves it to the mode."""
+    if flush_cache is not None and not isinstance(flush_cache, bool):
+        raise InvalidRequestError(f"flush_cache must be True, False or None: {flush_cache!r}")
+    return mode != "in_place" if flush_cache is None else flush_cache
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AbortReq:
     """End requests with finish reason `abort` and their output so far.

@@ -403,6 +403,17 @@ def _check_number(
 NO_LOGPROBS = LogprobOptions()
 
 
+def refuse_keywords(unknown: Mapping[str, Any]) -> None:
+    """Says where a sampling field goes, which other APIs take as a keyword."""
+    for name, value in unknown.items():
+        if name in {field.name for field in dataclasses.fields(SamplingParams)}:
+            raise InvalidRequestError(
+                f"generate takes no keyword {name!r}: give it as sampling_params="
+                f"{{{name!r}: {value!r}}}"
+            )
+        raise InvalidRequestError(f"generate takes no keyword {name!r}")
+
+
 class SeedSource:
     """Gives fresh seeds to requests without one. Thread-safe."""
 

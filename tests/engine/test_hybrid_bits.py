@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from sgljax_engine.xla_options import compiler_options
 
 from sgljax_engine.cache.layer_states import state_shapes
 from sgljax_engine.layers import delta_net
 from sgljax_engine.layers.delta_net import Heads, TokenTerms
+from sgljax_engine.layers.devices import compiler_options
 from sgljax_engine.layers.kernels import CpuKernels
 from sgljax_engine.model_config import LinearAttentionConfig
 from sgljax_engine.runner.batches.page_ids import NO_SLOT

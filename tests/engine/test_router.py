@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgljax_engine.core.router import MAX_LOAD_GAP, Router, pick_move
+from sgljax_engine.core.calls import MAX_LOAD_GAP, Router, pick_move
 from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.sampling_params import SamplingParams
 from sgljax_engine.types import Request, prompt_key

@@ -20,10 +20,9 @@ from sgljax_engine.cache.states import StateSlots
 from sgljax_engine.cache.window import WindowPages
 from sgljax_engine.cache.zeros import shape_of_zeros, zeros
 from sgljax_engine.config import TOKEN_BLOCK, EngineConfig, SpeculationConfig
+from sgljax_engine.core.calls import RequestGroups, Router
 from sgljax_engine.core.engine_core import EngineCore
 from sgljax_engine.core.group import BuiltGroup, EngineGroup
-from sgljax_engine.core.request_groups import RequestGroups
-from sgljax_engine.core.router import Router
 from sgljax_engine.core.serving import AdapterRegistry
 from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.model_config import ModelConfig

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,17 @@ def folder_weights(
         if rules is None and arrays.keys().isdisjoint(TABLES):  # then the head serves as both
             arrays |= loader.read_hf_folder(files, ignores=lambda name: name not in HEADS)
         return hf_source(model, arrays, rules)
+
+
+def update_source(
+    model: ModelConfig, source: Any, rules: Sequence[WeightRule] | None
+) -> Callable[[], WeightSource]:
+    """What reads the source of an update: a folder's path, or arrays."""
+    if isinstance(source, (str, os.PathLike)):
+        return functools.partial(same_model_weights, model, Path(source), rules)
+    if rules is not None:
+        return functools.partial(WeightSource, source, check_rules(rules))
+    return functools.partial(hf_source, model, source, None)
 
 
 def same_model_weights(

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, Self, TypeVar
 
+from sgljax_engine.core.calls import RequestGroups
 from sgljax_engine.core.engine_core import EngineCore
-from sgljax_engine.core.request_groups import RequestGroups
 from sgljax_engine.errors import EngineError, forget_locals
 from sgljax_engine.processing.futures import reject, resolve
 from sgljax_engine.types import Request

@@ -10,8 +10,8 @@ import logging
 from collections.abc import Callable, Iterable
 
 from sgljax_engine.cache.pool import PagePool
+from sgljax_engine.core.calls import RequestGroups
 from sgljax_engine.core.pause import PauseState, PendingDrain
-from sgljax_engine.core.request_groups import RequestGroups
 from sgljax_engine.core.serving import AdapterRegistry, ServingWeights
 from sgljax_engine.core.sleep import SleepManager
 from sgljax_engine.core.stats import Stats

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
+from sgljax_engine.core.calls import RequestGroups, Router
 from sgljax_engine.core.checkpoint_writer import CheckpointWriter, SaveJob
 from sgljax_engine.core.command import (
     SHUT_DOWN,
@@ -22,8 +23,6 @@ from sgljax_engine.core.command import (
 from sgljax_engine.core.commands.requests import TakeOver
 from sgljax_engine.core.engine_core import EngineCore
 from sgljax_engine.core.loop import EngineLoop
-from sgljax_engine.core.request_groups import RequestGroups
-from sgljax_engine.core.router import Router
 from sgljax_engine.core.weights_worker import Split, WeightJob, WeightsWorker
 from sgljax_engine.core.workers import HandOut, Worker
 from sgljax_engine.errors import EngineShutdownError, EngineStateError

@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
 
+from sgljax_engine.core.calls import RequestGroups, Router
 from sgljax_engine.core.command import Command, Task
 from sgljax_engine.core.engine_core import EngineCore
 from sgljax_engine.core.loop import EngineLoop
-from sgljax_engine.core.request_groups import RequestGroups
-from sgljax_engine.core.router import Router
 from sgljax_engine.errors import EngineShutdownError, forget_locals
 from sgljax_engine.processing.futures import reject, resolve
 from sgljax_engine.types import Request

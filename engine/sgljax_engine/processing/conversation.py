@@ -91,6 +91,18 @@ def conversation_ids(
     return ids
 
 
+def split_conversations(messages: Any) -> tuple[Sequence[Any], bool]:
+    """The conversations of a `chat` call, and whether the caller gave a single one."""
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+    if not is_list or not messages:
+        raise InvalidRequestError(
+            "messages must be a list of at least one dict with 'role' and 'content', or a list of "
+            f"such lists, got {messages!r}"
+        )
+    is_single = isinstance(messages[0], Mapping)
+    return [messages] if is_single else messages, is_single
+
+
 class _Template:
     """A conversation without ids, and the template that renders it."""
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,9 @@ from sgljax_engine.sampling_params import (
     derive_seed,
 )
 from sgljax_engine.types import LogitEdits, Request, RequestStatus, prompt_key
+
+_MANY_ITEMS = 10_000
+"""Characters and token ids that become requests within about a millisecond."""
 
 
 class Limits(NamedTuple):
@@ -385,6 +388,15 @@ class RequestFactory:
             np.fromiter(values.values(), np.float32, len(values)),
             allowed is not None,
         )
+
+
+def is_large(prompts: Any) -> bool:
+    """Whether it takes long to make requests of prompts; what is no prompt is refused at once."""
+    if not isinstance(prompts, (str, list, tuple)):
+        return False
+    if isinstance(prompts, str) or len(prompts) > _MANY_ITEMS:
+        return len(prompts) > _MANY_ITEMS
+    return sum(len(each) if isinstance(each, Sized) else 1 for each in prompts) > _MANY_ITEMS
 
 
 def _loras(lora: Any, count: int) -> list[str | None]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
+
+from sgljax_engine.errors import InvalidRequestError
 
 StagedState = Literal["staged", "published", "discarded"]
 
@@ -72,3 +74,9 @@ class StagedWeights:
                 weight.delete()
         self._weights = []
         return True
+
+
+def check_staged(staged: Any) -> None:
+    """Raises InvalidRequestError for what `stage_weights` never returns."""
+    if not isinstance(staged, StagedWeights):
+        raise InvalidRequestError(f"staged must be StagedWeights, got {type(staged).__name__}")

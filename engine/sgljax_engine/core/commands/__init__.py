@@ -1,15 +1,9 @@
 """The commands of callers to the engines: one class a command, one file a noun."""
 
 from sgljax_engine.core.command import Command, Part, PerEngineCommand, Task
-from sgljax_engine.core.commands.adapters import (
-    BuildAdapter,
-    CompareAdapter,
-    SwapAdapter,
-    UnloadAdapter,
-)
-from sgljax_engine.core.commands.cache import FlushCache, ReleaseKV
 from sgljax_engine.core.commands.checkpoint import Restore, TakeSnapshot
 from sgljax_engine.core.commands.inspect import CheckIntegrity, GetState, Run, Warmup
+from sgljax_engine.core.commands.memory import FlushCache, ReleaseKV, Sleep, WakeUp
 from sgljax_engine.core.commands.pause import Continue, Drain, EndDrain, Pause
 from sgljax_engine.core.commands.requests import (
     AbandonRequests,
@@ -19,12 +13,15 @@ from sgljax_engine.core.commands.requests import (
     Score,
     TakeOver,
 )
-from sgljax_engine.core.commands.sleep import Sleep, WakeUp
 from sgljax_engine.core.commands.weights import (
+    BuildAdapter,
     BuildWeights,
     ChecksumWeights,
+    CompareAdapter,
     CompareWeights,
+    SwapAdapter,
     SwapWeights,
+    UnloadAdapter,
     Weights,
 )
 from sgljax_engine.core.transaction import GroupCommand

@@ -13,9 +13,9 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from sgljax_engine.checkpoint.request import RequestCheckpoint
+from sgljax_engine.core.calls import RequestGroups
 from sgljax_engine.core.command import Recipients
 from sgljax_engine.core.engine_core import EngineCore
-from sgljax_engine.core.request_groups import RequestGroups
 from sgljax_engine.core.transaction import GroupCommand
 from sgljax_engine.errors import (
     CheckpointError,

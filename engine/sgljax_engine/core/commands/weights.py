@@ -1,4 +1,4 @@
-"""Commands that swap weights between two dispatches, and that inspect them."""
+"""Commands that swap weights and adapters between two dispatches, and that inspect them."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from sgljax_engine.weights.rules import WeightRule
 Weights = dict[str, jax.Array]
 BuildWeights = Callable[[Sequence[Weights]], Sequence[Mapping[str, jax.Array]]]
 """Makes the new weights of each engine from the serving ones, which it may donate."""
+BuildAdapter = Callable[[Sequence[Weights], int], Sequence[Weights]]
+"""(serving A and B of each engine by name, slot) -> the same with an adapter in the slot."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -180,4 +182,100 @@ class CompareWeights(GroupCommand):
 
     def combine(self, answers: Sequence[list[str]]) -> list[str]:
         """Weights that differ in any engine."""
+        return sorted({name for answer in answers for name in answer})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class SwapAdapter(Swap):
+    """Serve an adapter; it replaces one of the same name.
+
+    Attributes:
+        adapter: Name of the adapter.
+        build: Puts it into its slot.
+        future: Gets the new weight version.
+    """
+
+    adapter: str
+    build: BuildAdapter
+    future: Future[int]
+
+    def check(self, serving: ServingWeights) -> None:
+        """Raises EngineStateError when there are no weights, or no slot is free."""
+        if not serving.are_held:
+            raise EngineStateError(
+                "the engine has no weights to load an adapter beside: update_weights first"
+            )
+        serving.adapters.reserve(self.adapter)
+
+    def make(self, serving: Sequence[ServingWeights]) -> list[dict[str, jax.Array]]:
+        """The weights of each engine, with the adapter in its slot."""
+        slot = serving[0].adapters.reserve(self.adapter)
+        slots = self.build([each.slots for each in serving], slot)
+        return [each.with_slots(new) for each, new in zip(serving, slots, strict=True)]
+
+    def serve(self, serving: ServingWeights, made: Mapping[str, jax.Array]) -> int:
+        """Serves it; returns its slot."""
+        serving.swap(made)
+        slot = serving.adapters.reserve(self.adapter)
+        serving.adapters.add(self.adapter, slot)
+        return slot
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class UnloadAdapter(GroupCommand):
+    """Free an adapter's slot."""
+
+    adapter: str
+    future: Future[None]
+
+    def prepare(self, core: EngineCore) -> int:
+        """The slot of an adapter that no request uses."""
+        slot = core.serving.adapters.find(self.adapter)
+        users = [request for request in core.scheduler.requests() if request.adapter == slot]
+        if users:
+            raise EngineStateError(
+                f"adapter {self.adapter!r} cannot be unloaded: {len(users)} unfinished request(s) "
+                f"use it, {users[0].rid!r} among them"
+            )
+        return slot
+
+    def commit(self, core: EngineCore, prepared: int) -> None:
+        """Frees the slot."""
+        core.pool.reset_cache(prepared)
+        core.serving.adapters.remove(self.adapter)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class CompareAdapter(GroupCommand):
+    """Find projections whose adapter differs from a source's; answers with their names.
+
+    Attributes:
+        adapter: Name of the adapter.
+        build: See `SwapAdapter`.
+        future: Gets the names.
+    """
+
+    adapter: str
+    build: BuildAdapter
+    future: Future[list[str]]
+
+    def prepare(self, core: EngineCore) -> None:
+        """Raises EngineStateError while the engine sleeps or has no weights."""
+        core.check_awake()
+
+    def together(self, cores: Sequence[EngineCore], prepared: Sequence[None]) -> list[list[str]]:
+        """Compares the adapter of each engine."""
+        del prepared
+        slot = cores[0].serving.adapters.find(self.adapter)
+        made = self.build([core.serving.slots for core in cores], slot)
+        pairs = zip(cores, made, strict=True)
+        return [core.serving.differing_adapter(slots) for core, slots in pairs]
+
+    def commit(self, core: EngineCore, prepared: list[str]) -> list[str]:
+        """The engine's differing projections."""
+        del core
+        return prepared
+
+    def combine(self, answers: Sequence[list[str]]) -> list[str]:
+        """Projections that differ in any engine."""
         return sorted({name for answer in answers for name in answer})
