@@ -159,7 +159,7 @@ def test_two_processes_that_save_into_one_folder(tmp_path):
     counts = [tuple(map(int, each.communicate()[0].split())) for each in both]
     assert [each.returncode for each in both] == [0, 0]
     assert [sum(count) for count in counts] == [40, 40]
-    assert all(saved for saved, _ in counts)
+    assert any(saved for saved, _ in counts)
     CheckpointManager(tmp_path / "saved").load()
 
 

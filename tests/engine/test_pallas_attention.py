@@ -156,7 +156,7 @@ def test_programs_lower_for_cuda():
         return num_kernel_calls(lowered.as_text())
 
     rows = build_decode_batch([], [], buckets=[8], table_width=16)
-    steps = rows, build_sampling_batch([], 8), RowOptions(), np.int32(1), np.int32(1)
+    steps = rows, build_sampling_batch([], 8), RowOptions(), None, np.int32(1), np.int32(1)
     assert num_kernels(decode, kv, *steps) == TINY.num_layers
     # Nobody reads what the last layer attends to in a prefill; JAX finds that from 0.12 on.
     chunks = empty_prefill_batch(64, block=16, table_width=16)

@@ -431,7 +431,7 @@ class TestLora:
         made = sync(source, FUSED_RULES, FUSED)
         whole = source["w"] + 2.0 * np.einsum("dr,rckh->ckdh", source["a"], source["b"])
         k, v = (part.transpose(1, 0, 2).reshape(6, 20) for part in whole)
-        np.testing.assert_allclose(made["k"].T, k, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(made["k"], k, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(made["v"], v.astype(jnp.bfloat16), rtol=1e-2)
         np.testing.assert_array_equal(made["norm"], source["v"].reshape(20))
 
