@@ -184,7 +184,8 @@ class KernelCase(NamedTuple):
 
     def write_and_attend(self, attention: Attention, layer: LayerKV) -> tuple[Any, LayerKV]:
         """The output and the pages, of kernels that find the slots by themselves."""
-        new = NewTokens(*(x.reshape(-1, *x.shape[2:]) for x in (self.q, *self.new)))
+        q, k, v = (jnp.asarray(x.reshape(-1, *x.shape[2:])) for x in (self.q, *self.new))
+        new = NewTokens(q, k, v)
         slots, options = np.zeros(len(new.q), np.int32), AttentionOptions(scale=0.1)
         call = jax.jit(attention.write_and_attend, static_argnums=4)
         out, layer = call(new, layer, self.tables, slots, options)

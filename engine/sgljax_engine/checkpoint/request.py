@@ -40,7 +40,6 @@ FRESH = frozenset(
         "seen",
         "num_computed",
         "routed",
-        "text",
         "draft_sources",
         # A stream is answered as a whole, since its reader is gone.
         "is_streaming",
