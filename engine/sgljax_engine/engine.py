@@ -1214,7 +1214,6 @@ class Engine:
         stands_alone: bool = False,
     ) -> tuple[list[Request], bool]:
         self._group.home.check()
-        check_flags(stream=stream)
         self._warn_of_sleep()
         is_default = sampling_params is None
         if is_default:

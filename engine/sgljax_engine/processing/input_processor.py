@@ -120,6 +120,8 @@ class RequestFactory:
         With `is_default` the caller gave no parameters, so those that do not fit are cut. With
         `stands_alone` outputs are decoded without the prompt before them.
         """
+        if not isinstance(is_streaming, bool):
+            raise InvalidRequestError(f"stream must be True or False, got {is_streaming!r}")
         prompts, is_single = self._prompt_ids(prompt, input_ids)
         groups = _groups(rid, len(prompts))
         params = _params_of_each(sampling_params, len(prompts))
