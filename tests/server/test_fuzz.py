@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
 from sgljax_engine import Engine
 from tests.engine.interrupts import assert_idle
@@ -89,12 +90,15 @@ def tamed(path: str, body: Any, rng: random.Random) -> Any:
 def test_requests_that_the_schema_allows_and_others(served, num_examples):
     """Over all routes, on one server that stays as earlier requests left it."""
     schema = schemathesis.openapi.from_url(f"{served.url}/openapi.json")
+    # Half of them of all routes, which are so many that few are of those that generate.
+    core = [schema[path]["POST"].as_strategy() for path in CORE]
+    cases = st.one_of(schema.as_strategy(), st.one_of(core))
     count = 0
     rng = random.Random(0)
     statuses: collections.Counter[tuple[str, int]] = collections.Counter()
 
     @settings(FUZZ, max_examples=num_examples)
-    @given(case=schema.as_strategy())
+    @given(case=cases)
     def run(case: Any) -> None:
         nonlocal count
         count += 1
