@@ -176,6 +176,18 @@ def in_blocks(x: jax.Array, tables: BlockTables) -> jax.Array:
     return x.reshape(*tables.positions.shape, *x.shape[1:])
 
 
+def attend_to_tokens(
+    attention: Attention,
+    q_TDh: jax.Array,
+    layer: LayerKV,
+    tables: BlockTables,
+    options: AttentionOptions,
+) -> jax.Array:
+    """`Attention.attend` for queries of block after block, [T, num_heads, head_dim]."""
+    out = attention.attend(in_blocks(q_TDh, tables), layer, tables, options)
+    return out.reshape(q_TDh.shape)
+
+
 def map_tiles(function: Callable[[T], jax.Array], args: T, size: int, tile: int) -> jax.Array:
     """Applies `function` to tiles of a leading axis of `size`, one after another; padding is 0."""
 

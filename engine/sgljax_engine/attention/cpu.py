@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 
 import sgljax_cpu
-from sgljax_engine.attention.base import AttentionOptions, BlockTables, NewTokens, in_blocks
+from sgljax_engine.attention.base import AttentionOptions, BlockTables, NewTokens, attend_to_tokens
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.layers.target import Target
 
@@ -48,8 +48,7 @@ class NativeAttention:
     ) -> tuple[jax.Array, LayerKV]:
         """Implements `Attention`."""
         layer = native_write_kv(layer, new.k, new.v, slots)
-        out = self.attend(in_blocks(new.q, tables), layer, tables, options)
-        return out.reshape(new.q.shape), layer
+        return attend_to_tokens(self, new.q, layer, tables, options), layer
 
 
 def native_write_kv(

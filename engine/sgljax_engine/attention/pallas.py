@@ -15,7 +15,7 @@ from sgljax_engine.attention.base import (
     BlockTables,
     NewTokens,
     Prologue,
-    in_blocks,
+    attend_to_tokens,
     map_tiles,
 )
 from sgljax_engine.cache.kv_pages import LayerKV, write_kv
@@ -142,7 +142,7 @@ class PallasAttention:
                     _rotated(k, prologue, prologue.k_norm),
                 )
             layer = write_kv(layer, k, v, slots)
-        return self.attend(in_blocks(q, tables), layer, tables, options).reshape(q.shape), layer
+        return attend_to_tokens(self, q, layer, tables, options), layer
 
 
 def _rotated(x: jax.Array, prologue: Prologue, norm: jax.Array | None) -> jax.Array:

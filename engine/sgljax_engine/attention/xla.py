@@ -17,7 +17,7 @@ from sgljax_engine.attention.base import (
     AttentionOptions,
     BlockTables,
     NewTokens,
-    in_blocks,
+    attend_to_tokens,
 )
 from sgljax_engine.cache.kv_pages import LayerKV, write_kv
 from sgljax_engine.layers.basic import soft_cap
@@ -179,5 +179,4 @@ class XlaAttention:
     ) -> tuple[jax.Array, LayerKV]:
         """Implements `Attention`."""
         layer = write_kv(layer, new.k, new.v, slots)
-        out = self.attend(in_blocks(new.q, tables), layer, tables, options)
-        return out.reshape(new.q.shape), layer
+        return attend_to_tokens(self, new.q, layer, tables, options), layer

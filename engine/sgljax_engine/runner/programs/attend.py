@@ -12,7 +12,7 @@ from sgljax_engine.attention.base import (
     AttentionOptions,
     BlockTables,
     NewTokens,
-    in_blocks,
+    attend_to_tokens,
 )
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.models.spec import Attend, LayerCache
@@ -74,7 +74,6 @@ def paged_attend(attention: Attention, pages: Pages) -> Attend:
         tables, slots, _ = pages.of(options)
         if isinstance(tokens, NewTokens):
             return attention.write_and_attend(tokens, layer, tables, slots, options)
-        out = attention.attend(in_blocks(tokens, tables), layer, tables, options)
-        return out.reshape(tokens.shape), layer
+        return attend_to_tokens(attention, tokens, layer, tables, options), layer
 
     return attend

@@ -93,7 +93,7 @@ class RowOptions(NamedTuple):
 class _Text(NamedTuple):
     """What drafts are found in, and those of the next step.
 
-    Shape: text: [B, N] int32. num_text, pointer: [B] int32, see `find_drafts`.
+    Shape: text: [B, N] int32. num_text: [B] int32, see `find_drafts`.
     """
 
     text: jax.Array
@@ -307,7 +307,6 @@ class _Run(NamedTuple):
     ) -> tuple[Attend, jax.Array]:
         """Attention of tokens, one by one or in blocks of a row's, and their slots."""
         rows, attention = self.rows, self.static.attention
-        has_windows = rows.window_table is not None
         page_table = self.per_token(rows.page_table)
         window_table = None if rows.window_table is None else self.per_token(rows.window_table)
 
@@ -339,9 +338,7 @@ class _Run(NamedTuple):
             positions=first[:, None] + number,
             kv_lens=jnp.where(counts > 0, first + counts, 0),
         )
-        window_slots = None
-        if has_windows and of_windows is not None:
-            window_slots = padded(of_windows, NO_SLOT)
+        window_slots = None if of_windows is None else padded(of_windows, NO_SLOT)
         pages = Pages.make(tables, padded(slots, NO_SLOT), rows.window_table, window_slots)
         by_blocks = paged_attend(attention, pages)
 
@@ -409,7 +406,6 @@ class _Run(NamedTuple):
         num_right = num_leading(right)
         first_stop = num_leading(~is_stop)
         num_tokens = jnp.where(active, jnp.minimum(num_right, first_stop) + 1, 0)
-        num_tokens = jnp.minimum(num_tokens, self.width)
         stopped = active & (first_stop < num_tokens)
         return _Kept(tokens, num_tokens, jnp.minimum(num_right, num_tokens), stopped)
 
