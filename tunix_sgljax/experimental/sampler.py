@@ -1,5 +1,3 @@
-"""Tunix's experimental `Sampler` protocol, implemented in full on the embedded engine."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Weight sync between a trainer and samplers in one process, by reference."""
-
 from __future__ import annotations
 
 import threading

@@ -36,7 +36,6 @@ class LayerKV(NamedTuple):
 
     @property
     def page_size(self) -> int:
-        """Tokens in a page."""
         return self.k.shape[2]
 
 
@@ -46,12 +45,6 @@ class PageLayout(NamedTuple):
     Pages are [num_pages, num_rows, page_size, row_size]. With one head a row, these are the heads.
     With several, a row holds neighbouring heads of one device, one after another; the rest of a
     device's last row is zero.
-
-    Attributes:
-        num_kv_heads: Kv heads of the model.
-        head_dim: Head dim of the model.
-        heads_per_row: Heads that share a row.
-        num_shards: Number of devices that share the heads, each with the same number.
     """
 
     num_kv_heads: int
@@ -66,7 +59,6 @@ class PageLayout(NamedTuple):
 
     @property
     def row_size(self) -> int:
-        """Numbers in a row."""
         return self.heads_per_row * self.head_dim
 
     def pack(self, pages: np.ndarray) -> np.ndarray:

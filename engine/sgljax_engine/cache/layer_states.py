@@ -45,7 +45,6 @@ class VerifyState(NamedTuple):
 
 
 def state_shapes(net: LinearAttentionConfig, num_slots: int) -> tuple[tuple[int, ...], ...]:
-    """Shapes of a `LayerState`."""
     return (
         (num_slots, net.conv_size - 1, net.num_channels),
         (num_slots, net.num_value_heads, net.key_dim, net.value_dim),

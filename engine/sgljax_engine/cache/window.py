@@ -27,7 +27,6 @@ from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.errors import EngineError
 
 NONE = -1
-"""Stands for the window page of a page that has none."""
 
 NUM_NULL = 1
 """Window pages that belong to nobody: the first one. vLLM calls it the null block."""
@@ -36,11 +35,9 @@ NUM_NULL = 1
 class WindowSizes(NamedTuple):
     """Sizes of the second pool, in pages unless said.
 
-    Attributes:
-        num_pages: Pages of the pool, without the null page; at least `per_request + for_prefill`.
-        num_tokens: Tokens that a query sees, including its own.
-        per_request: Most pages that a running request needs beside the chunk that it prefills.
-        for_prefill: Most pages that the chunks of a dispatch need.
+    `num_pages` is without the null page. `per_request` are those that a running request needs
+    beside the chunk that it prefills, `for_prefill` those of a dispatch's chunks. A query sees
+    `num_tokens`.
     """
 
     num_pages: int
@@ -50,21 +47,9 @@ class WindowSizes(NamedTuple):
 
 
 class WindowPages:
-    """The second pool, and the window page of each page. Engine thread only.
-
-    Attributes:
-        of: int32 [num_pages], the window page of each page, or `NONE`. Batches read it.
-        sizes: Sizes of the pool.
-    """
+    """The second pool, and the window page of each page, or `NONE`, in `of`. Engine thread only."""
 
     def __init__(self, num_pages: int, sizes: WindowSizes, page_size: int) -> None:
-        """Starts with every window page free.
-
-        Args:
-            num_pages: Pages of the first pool.
-            sizes: Sizes of the second pool.
-            page_size: Tokens in a page of either.
-        """
         self.of = np.empty(num_pages, np.int32)
         self.sizes = sizes
         self._page_size = page_size
@@ -74,7 +59,6 @@ class WindowPages:
         self.start_over()
 
     def start_over(self) -> None:
-        """Frees every window page, held or not."""
         self.of[:] = NONE
         self._num_holders[:] = 0
         self._idle.clear()
@@ -121,7 +105,6 @@ class WindowPages:
         self.hold(page)
 
     def hold(self, page: int) -> None:
-        """Holds the window page of a page that has one."""
         assert self.of[page] != NONE, page
         self._idle.pop(page, None)
         self._num_holders[page] += 1
@@ -137,7 +120,6 @@ class WindowPages:
                     self._detach(page)
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Frees the window pages of freed pages."""
         for page in pages:
             if self.of[page] != NONE:
                 if self._num_holders[page]:
@@ -145,17 +127,12 @@ class WindowPages:
                 self._detach(page)
 
     def _detach(self, page: int) -> None:
-        """Frees an idle window page."""
         del self._idle[page]
         self._allocator.free([int(self.of[page]) - NUM_NULL])
         self.of[page] = NONE
 
     def check_integrity(self, spans: Iterable[Sequence[int]]) -> None:
-        """Raises EngineError unless pages and holders add up.
-
-        Args:
-            spans: For each holder, the pages whose window pages it holds.
-        """
+        """Raises EngineError unless pages and holders add up; a span is a holder's pages."""
         self._allocator.check_integrity()
         holders = np.zeros_like(self._num_holders)
         for pages in spans:

@@ -1,5 +1,3 @@
-"""A request in a checkpoint."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -113,7 +111,6 @@ class RequestCheckpoint:
     first_token_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Raises CheckpointError when fields contradict one another."""
         check_scalars(self, f"request {self.rid!r}")
         num_tokens, limit = len(self.output_ids), self.params.max_new_tokens
         has_extras = self.logprob_options.has_extras
@@ -259,7 +256,6 @@ class RequestCheckpoint:
 
 
 def _non_default(params: SamplingParams | LogprobOptions) -> dict[str, Any]:
-    """The fields that differ from their defaults."""
     given = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
     defaults = {field.name: field.default for field in dataclasses.fields(params)}
     return {k: v for k, v in given.items() if repr(v) != repr(defaults[k])}  # -0.0 is not 0.0

@@ -32,27 +32,16 @@ _FREE_FIELDS = ("eos_token_ids", "context_length")
 
 
 class SaveJob(NamedTuple):
-    """One `save_checkpoint` call."""
-
     path: Path
     future: Future[SaveReport]
 
 
 class CheckpointWriter:
-    """Writes checkpoints, on the thread of a `Worker`."""
-
     def __init__(self, model: ModelConfig, ask: Ask) -> None:
-        """Writes nothing yet.
-
-        Args:
-            model: The engines' model, which a checkpoint names.
-            ask: Asks the engines whose requests are written.
-        """
         self._model = model
         self._ask = ask
 
     def save(self, job: SaveJob) -> SaveReport:
-        """Has a snapshot taken, and writes it."""
         return CheckpointManager(job.path).save(self._checkpoint(self._ask(cmd.TakeSnapshot)))
 
     def _checkpoint(self, snapshots: Sequence[Snapshot]) -> EngineCheckpoint:
@@ -101,11 +90,7 @@ def _plain(model: ModelConfig) -> dict[str, Any]:
 
 
 def load_checkpoint(path: Path, model: ModelConfig) -> EngineCheckpoint:
-    """Reads and checks the checkpoint in a folder. Any thread.
-
-    Raises:
-        CheckpointError: the checkpoint is missing, damaged, of another version or of another model.
-    """
+    """Reads and checks the checkpoint in a folder. Any thread."""
     checkpoint = CheckpointManager(path).load()
     _check_metadata(checkpoint.metadata, model, path)
     return checkpoint
@@ -117,11 +102,6 @@ def make_restoration(
     """Makes the requests of a checkpoint for the engines to continue. Any thread.
 
     A request that the engines would refuse is left out; its answer is the refusal.
-
-    Args:
-        checkpoint: From `load_checkpoint`.
-        requests: Makes the requests.
-        answers: One for each request, by its id.
     """
     state, now_s = checkpoint.scheduler_state, time.perf_counter()
     restored: list[RestoredRequest] = []

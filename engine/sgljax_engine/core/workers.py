@@ -24,23 +24,16 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Distribute(Task):
-    """Hand a command out, on the thread of the only engine.
-
-    Attributes:
-        hand_out: Hands it out.
-        command: What is handed out; None for the end.
-    """
+    """Hand a command out, on the thread of the only engine."""
 
     hand_out: HandOut
     command: Command | None
 
     def run(self, core: EngineCore) -> None:
-        """Has the thread do the command's tasks next: they are all for this engine."""
         del core
         self.hand_out.distribute(self.command)
 
     def refuse(self, make_error: Callable[[], BaseException]) -> None:
-        """Refuses the command."""
         if self.command is not None:
             self.command.refuse(make_error)
 
@@ -53,14 +46,8 @@ class HandOut:
     one indivisible step, `put`; a thread does the rest, and nobody interrupts it. Otherwise one
     engine could wait for another that was never told.
 
-    A single engine's thread hands out its commands itself. There are no others to tell, and a
-    thread in between takes time: pause and continue of an idle engine take 275 us with one and 180
-    without (2 cores, November 2026).
-
-    Attributes:
-        num_engines: Number of engines.
-        groups: The calls of all engines.
-        thread: The thread that hands out; started at once, unless it is an engine's.
+    A single engine's thread hands out its commands itself: a thread in between takes time. Pause
+    and continue of an idle engine take 275 us with one and 180 without (2 cores, November 2026).
     """
 
     def __init__(
@@ -72,15 +59,6 @@ class HandOut:
         stop_engines: Callable[[str | None], None],
         name: str,
     ) -> None:
-        """Starts the thread.
-
-        Args:
-            loops: The engines.
-            groups: The calls of all engines.
-            router: Chooses engines for requests.
-            stop_engines: Ends the engines after a bug, with the reason, or as asked, with None.
-            name: Of the thread.
-        """
         self.num_engines = len(loops)
         self.groups = groups
         self._loops = loops
@@ -119,7 +97,6 @@ class HandOut:
             self._loops[index].submit(task)
 
     def route(self, requests: Sequence[Request]) -> None:
-        """Gives each request an engine."""
         for request, engine in zip(requests, self._router.route(requests), strict=True):
             request.engine = engine
 
@@ -176,18 +153,13 @@ _J = TypeVar("_J", bound=Job)
 class Worker(Generic[_J]):
     """Does jobs in the order in which they come. `put` and `stop` may be called from any thread.
 
-    Attributes:
-        thread: The thread, started by the first job. Thread-local JAX contexts of callers do not
-            apply to it, such as the transfer guard that Tunix sets while it syncs weights.
+    The first job starts the thread. Thread-local JAX contexts of callers do not apply to it, such
+    as the transfer guard that Tunix sets while it syncs weights. A job's result or exception goes
+    to its future.
     """
 
     def __init__(self, do: Callable[[_J], Any], name: str) -> None:
-        """Starts no thread yet.
-
-        Args:
-            do: Does a job; its result or exception goes to the job's future.
-            name: Of the thread.
-        """
+        """Starts no thread yet."""
         self._do = do
         self._jobs: queue.SimpleQueue[_J | None] = queue.SimpleQueue()
         self._condition = threading.Condition()
@@ -206,10 +178,7 @@ class Worker(Generic[_J]):
         """Ends the thread after the queued jobs, and waits for it.
 
         It does not wait while a caller's source is read, which may block for ever. Then that job
-        and those behind it are refused, and the thread ends after the read.
-
-        Args:
-            reason: Message to the refused callers.
+        and those behind it are refused for this reason, and the thread ends after the read.
         """
         with self._condition:
             self._reason = reason
@@ -233,11 +202,7 @@ class Worker(Generic[_J]):
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """A context for reading a caller's source; `stop` does not wait for it.
-
-        Raises:
-            EngineShutdownError: at its end, if `stop` was called meanwhile.
-        """
+        """A context for reading a caller's source: `stop` does not wait for it."""
         with self._condition:
             self._is_reading = True
             self._condition.notify_all()

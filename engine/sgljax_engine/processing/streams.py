@@ -1,5 +1,3 @@
-"""Iterators over the pieces of streamed requests, for threads and for asyncio."""
-
 from __future__ import annotations
 
 import asyncio
@@ -106,7 +104,6 @@ class TokenStream(_Pieces, Iterator[dict[str, Any]]):
         return _make_answers(len(self._open), self._events.put)
 
     def __next__(self) -> dict[str, Any]:
-        """Waits for the next item."""
         if not self._open:
             raise StopIteration
         self._home.check()
@@ -152,7 +149,6 @@ class AsyncTokenStream(_Pieces, AsyncIterator[dict[str, Any]]):
         return _make_answers(len(self._open), put)
 
     async def __anext__(self) -> dict[str, Any]:
-        """Waits for the next item."""
         if not self._open:
             raise StopAsyncIteration
         self._home.check()

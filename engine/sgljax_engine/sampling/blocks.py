@@ -41,12 +41,10 @@ def place(
 
 
 def pick_block(blocks: jax.Array, block_B: jax.Array) -> jax.Array:
-    """One block [B, size] of each row."""
     return jnp.take_along_axis(blocks, block_B[:, None, None], axis=1)[:, 0]
 
 
 def pick(values: jax.Array, index: jax.Array) -> jax.Array:
-    """One entry [B] of each row."""
     return jnp.take_along_axis(values, index[:, None], axis=-1)[:, 0]
 
 

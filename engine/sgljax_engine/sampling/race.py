@@ -21,12 +21,6 @@ def race(
     block, so that most entries need no random number. Rounding errors of the logits change a draw
     only where they exceed the winner's lead. To invert the cumulative distribution needs one
     number, but there they move the borders of all tokens.
-
-    Args:
-        weights_BV: [B, V] float32 in [0, 1], with a 1 in each row. Weights of 0 are never drawn.
-        seed_B2: [B, 2] uint32.
-        step_B: [B] int32.
-        num_shards: As for `sampler.sample`.
     """
     size = _race_block(weights_BV.shape[1])
     blocks = in_blocks(weights_BV, 0.0, num_shards, size)

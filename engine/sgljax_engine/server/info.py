@@ -85,7 +85,6 @@ def _content_security_policy(html: str) -> str:
 
 
 def info_routes(context: ServerContext) -> APIRouter:
-    """Routes of the data key."""
     router = APIRouter(route_class=DataRoute)
     _add_model_routes(router, context)
     _add_state_routes(router, context)

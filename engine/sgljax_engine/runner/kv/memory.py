@@ -35,11 +35,8 @@ and the `HostArray`s of their states in each layer."""
 class KVMemory:
     """Pages and recurrent states: allocates and frees their memory, and copies their contents.
 
-    Attributes:
-        num_pages: Pages in the pool.
-        num_window_pages: Window pages; 0 without.
-        num_state_slots: Slots of recurrent states; 0 without.
-        kv: The pages; none while they are not allocated.
+    Window pages include the null page, see `cache.window`. `kv` is empty while nothing is
+    allocated.
     """
 
     def __init__(
@@ -53,18 +50,6 @@ class KVMemory:
         num_state_slots: int,
         make_zeros: MakeZeros,
     ) -> None:
-        """Allocates the pages.
-
-        Args:
-            programs: Programs to run on the pages.
-            static: The static context of the programs.
-            placement: Devices and shardings.
-            num_pages: Pages in the pool.
-            num_window_pages: Window pages, the null page included, see `cache.window`; 0
-                without.
-            num_state_slots: Slots of recurrent states; 0 without.
-            make_zeros: Makes the arrays.
-        """
         self._make_zeros = make_zeros
         self._programs = programs
         self._static = static
@@ -78,13 +63,11 @@ class KVMemory:
 
     @property
     def _shardings(self) -> list[jax.sharding.NamedSharding]:
-        """Shardings of the pages of each cached layer."""
         return list(map(self._placement.kv_sharding, self._static.context.config.cached_kv))
 
     # ------------------------------------------------------------------ programs
 
     def run(self, call: ProgramCall, weights: Mapping[str, jax.Array]) -> Any:
-        """Dispatches a program and returns its result, which nobody has waited for."""
         if takes_kv(call.name):
             self.take()
         state, result = self._programs.run(call, self.state(weights))
@@ -92,7 +75,6 @@ class KVMemory:
         return result
 
     def state(self, weights: Mapping[str, jax.Array]) -> ProgramState:
-        """Arguments of programs: the current memory, and weights."""
         return ProgramState(weights, self.kv)
 
     def check(self) -> None:
@@ -119,14 +101,12 @@ class KVMemory:
         return self._num_bytes
 
     def release(self) -> int:
-        """Frees the pages, contents included; returns the bytes."""
         num_bytes = self._num_bytes
         self.wait()  # memory that a program still writes is not free
         self.drop()
         return num_bytes
 
     def drop(self) -> None:
-        """Drops the pages, valid or not."""
         self.kv = KVPages()
 
     def recover(self) -> bool:
@@ -185,12 +165,7 @@ class KVMemory:
     # ------------------------------------------------------------------ contents
 
     def save_pages(self, pages: Sequence[int], windows: np.ndarray | None = None) -> SavedPages:
-        """Copies pages to the host; waits for it.
-
-        Args:
-            pages: Their ids.
-            windows: The window page of each page, or -1, see `cache.window`; None without.
-        """
+        """Copies pages, and their window pages if there are some, to the host; waits for it."""
         chunks: list[tuple[np.ndarray, Any]] = []
         for ids in chunk_ids(pages, self.pages_per_copy, self.num_pages):
             call = ProgramCall("read_pages", (page_ids(ids, windows),))
@@ -203,11 +178,8 @@ class KVMemory:
     ) -> None:
         """Restores those of these pages that were saved. A failure leaves no pages at all.
 
-        Args:
-            saved: The saved pages.
-            pages: Ids of the pages.
-            windows: The current window page of each page, or -1. A page that had none when it was
-                saved must have none.
+        `windows` has the current window page of each page, or -1. A page that had none when it was
+        saved must have none.
         """
         self.take()
         try:

@@ -30,7 +30,6 @@ class Pages(NamedTuple):
     windows: Pages | None = None
 
     def of(self, options: AttentionOptions) -> Pages:
-        """Tables and slots of a layer with these options."""
         if self.windows is None or options.sliding_window is None:
             return self
         return self.windows

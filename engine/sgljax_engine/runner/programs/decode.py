@@ -167,8 +167,6 @@ def _state(cache: LayerState | VerifyState) -> LayerState:
 
 
 class _Run(NamedTuple):
-    """Values that do not change during a dispatch."""
-
     params: Params
     rows: DecodeBatch
     sampling: SamplingBatch
@@ -178,7 +176,6 @@ class _Run(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Tokens of a row in a step, q."""
         return 1 if self.drafts is None else self.drafts.places.shape[0]
 
     def per_token(self, x: jax.Array) -> jax.Array:
@@ -191,11 +188,9 @@ class _Run(NamedTuple):
 
     @property
     def place(self) -> jax.Array:
-        """[1, q] int32, index of a token among its row's."""
         return jnp.arange(self.width, dtype=jnp.int32)[None]
 
     def is_active(self, carry: _Carry) -> jax.Array:
-        """Which rows [B] go on."""
         return (carry.output.num_tokens < self.rows.step_limits) & ~carry.output.stopped
 
     # ------------------------------------------------------------------ the start
@@ -410,7 +405,6 @@ class _Run(NamedTuple):
         return _Kept(tokens, num_tokens, jnp.minimum(num_right, num_tokens), stopped)
 
     def recorded(self, table: SamplingTable | None, kept: _Kept) -> SamplingTable | None:
-        """The table with the kept tokens."""
         if table is None:
             return None
 
@@ -422,7 +416,6 @@ class _Run(NamedTuple):
         return lax.fori_loop(0, self.width, add, table)
 
     def append(self, carry: _Carry, sampled: Sampled, kept: _Kept) -> DecodeOutput:
-        """Notes the tokens of a step."""
         out, done = carry.output, carry.output.num_tokens
         if carry.text is None:
 

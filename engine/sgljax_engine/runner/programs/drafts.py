@@ -68,19 +68,12 @@ Search = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, int], jax.Array]
 def search_text(
     text: jax.Array, num_text: jax.Array, stops: jax.Array, ends: jax.Array, max_length: int
 ) -> jax.Array:
-    """The portable `Search`: compares all of a text, chunk by chunk.
+    """The portable `Search`: compares all of a text [B, N], see `DraftBatch`, chunk by chunk.
 
-    Args:
-        text: [B, N] int32, see `DraftBatch`.
-        num_text: [B] int32, its end.
-        stops: [B] int32, end of the places that count.
-        ends: [B, E] int32, ends of parts: of equal matches one in an earlier part counts, in one
-            part the last.
-        max_length: Longer matches count as this.
-
-    Returns:
-        [B] int32: `(length * (E + 2) + E - part) * (N + 1) + place`, where the place is that of the
-        token behind the match; 0 if nothing matches.
+    Returns [B] int32 `(length * (E + 2) + E - part) * (N + 1) + place`, where the place is that of
+    the token behind the match; 0 if nothing matches. Longer matches than `max_length` count as
+    this. Only places before `stops` [B] count. `ends` [B, E] are those of parts: of equal matches
+    one in an earlier part counts, in one part the last.
     """
     num_rows, size = text.shape
     ages = num_text[:, None] - 1 - jnp.arange(max_length, dtype=jnp.int32)[None]
@@ -124,14 +117,6 @@ def find_drafts(
     earlier ones. Where only the last token matches or none does, the draft may go on behind the
     last one instead: one token may have differed. What repeats goes on: behind the last own token
     come those behind the match again.
-
-    Args:
-        batch: The batch.
-        text: [B, N] int32, with the rows' newest tokens.
-        num_text: [B] int32, its end.
-        pointer: [B] int32, where the last draft would go on; N if there was none.
-        search: The backend's.
-        vocab_size: Tokens beyond it end a draft.
     """
     size = text.shape[1]
     end = jnp.where(batch.drafts_own, num_text, batch.ends[:, 1])
