@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from sgljax_engine.attention.base import AttentionOptions, BlockTables, NewTokens, in_blocks
-from sgljax_engine.cache.kv_pages import LayerKV, pack_heads
+from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.kernels.tpu.paged_attention import paged_attention
 from sgljax_engine.kernels.tpu.paged_sizes import LANES, Scores
 from sgljax_engine.layers.target import Target, kv_axes
@@ -126,7 +126,7 @@ class _Packing(NamedTuple):
     def pack(self, q: Any, new: Any, k: Any, v: Any) -> tuple[Any, Any, Any, Any]:
         """Arguments of the kernel. Pages that it writes are packed already."""
         if new is None:
-            k, v = (pack_heads(x, self.per_row, jnp) for x in (k, v))
+            k, v = (pack_heads(x, self.per_row) for x in (k, v))
         else:
             more = ((0, 0), (0, 0), (0, self._num_missing), (0, 0))
             rows = (*new[0].shape[:2], self.num_rows, self.per_row * self.head_dim)
@@ -152,6 +152,19 @@ class _Packing(NamedTuple):
     @property
     def _num_missing(self) -> int:
         return self.num_rows * self.per_row - self.num_kv_heads
+
+
+def pack_heads(pages: jax.Array, heads_per_row: int) -> jax.Array:
+    """Packs the heads of one device; see `PageLayout`.
+
+    Shape: [N, K, page_size, head_dim] -> [N, ceil(K / n), page_size, n * head_dim].
+    """
+    count, heads, size, dim = pages.shape
+    num_rows = -(-heads // heads_per_row)
+    more = num_rows * heads_per_row - heads
+    padded = jnp.pad(pages, ((0, 0), (0, more), (0, 0), (0, 0)))
+    rows = padded.reshape(count, num_rows, heads_per_row, size, dim).swapaxes(2, 3)
+    return rows.reshape(count, num_rows, size, heads_per_row * dim)
 
 
 def tpu_problem(target: Target, head_dims: Sequence[int]) -> str | None:

@@ -110,12 +110,6 @@ class RadixCache:
                 self._evict()
         return self._allocator.allocate(count)
 
-    def acquire(self, tokens: Sequence[int], space: int = 0) -> PrefixHandle:
-        """Finds the longest cached prefix and holds it. Spaces share nothing."""
-        handle = self.find(lambda start, end: tokens[start:end], len(tokens), space)
-        self.hold(handle)
-        return handle
-
     def find(
         self,
         tokens: Callable[[int, int], Sequence[int]],

@@ -17,6 +17,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -213,7 +214,7 @@ class Router:
             self._loads[0] += len(requests)
             return [0] * len(requests)
         engines: list[int] = []
-        for _, same in itertools.groupby(requests, key=_prompt_key):
+        for _, same in itertools.groupby(requests, key=operator.attrgetter("prompt_key")):
             engines.extend(self._route_same(list(same)))
         return engines
 
@@ -332,7 +333,3 @@ def pick_move(loads: Sequence[int], waiting: Sequence[int], max_rows: int) -> Mo
     half = (loads[source] - loads[target]) // 2
     num_requests = min(half, waiting[source], max_rows - loads[target])
     return Move(source, target, num_requests) if num_requests > 0 else None
-
-
-def _prompt_key(request: Request) -> int:
-    return request.prompt_key

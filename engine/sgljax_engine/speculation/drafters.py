@@ -139,18 +139,13 @@ class HistoryDrafter:
             answers = list(self._answers.get(text.key, ()))
         return [_around(answer.tokens, text.num_output) for answer in answers]
 
-    def dump(self) -> dict[PromptKey, list[Answer]]:
-        """All answers by prompt, the oldest prompt first."""
-        with self._lock:
-            return {key: list(answers) for key, answers in self._answers.items()}
-
     def clear(self) -> None:
         with self._lock:
             self._answers.clear()
             self._num_bytes = 0
 
     def load(self, answers: Mapping[PromptKey, Iterable[Answer]]) -> None:
-        """Takes the answers of a `dump`, within the limit of bytes."""
+        """Takes answers by prompt, the oldest first, within the limit of bytes."""
         with self._lock:
             for key, each in answers.items():
                 self._keep(key, each)
