@@ -465,7 +465,7 @@ def faults() -> None:
                 with pytest.raises(OffloadError):
                     engine.sleep(1, preserve_state=True)
                 serves_old()
-            for owner, name in ((runner, "weights_from_host"), (kv, "take")):
+            for owner, name in ((runner, "weights_from_host"), (kv, "allocate")):
                 engine.sleep(1)
                 _fault(engine, index, owner, name)
                 with pytest.raises(OffloadError):

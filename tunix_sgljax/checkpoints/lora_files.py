@@ -42,7 +42,7 @@ class LoraScale(NamedTuple):
     scaling: float | None
     alpha: float | None
 
-    def of(self, rank: int) -> float:
+    def for_rank(self, rank: int) -> float:
         if self.scaling is not None:
             return self.scaling
         assert self.alpha is not None
@@ -80,7 +80,7 @@ def hf_pairs(
                     )
                 else:
                     factor = lora_factor(name, num_in=a.shape[1])
-                    found[target] = HfPair(a, b, scale.of(a.shape[0]) / factor)
+                    found[target] = HfPair(a, b, scale.for_rank(a.shape[0]) / factor)
         except ValueError as error:
             problems.append(f"{name!r}: {error}")
     if problems:

@@ -63,7 +63,7 @@ class RoutedOptions(NamedTuple):
     is_wanted: bool | None = None
     start: int = 0
 
-    def take(self, output: RequestOutput) -> np.ndarray | None:
+    def experts_of(self, output: RequestOutput) -> np.ndarray | None:
         """The experts of an output, int32 [tokens, num_layers, k]; None if they are not wanted."""
         if self.is_wanted is False or output.routed_experts is None:
             return None
@@ -139,7 +139,7 @@ def to_response(
     assert finish is not None
     logprobs = np.asarray(pick_logprobs(output, logprobs_mode), np.float32)
     is_aborted = finish.type == "abort"
-    experts = routed.take(output)
+    experts = routed.experts_of(output)
     return SamplingResponse(
         request_id=request.request_id,
         text=output.text,

@@ -165,7 +165,7 @@ class OverSamplingAgenticGrpoLearner(AgenticGrpoLearner):
         while True:
             num_left = self._full_batch_size
             while num_left:
-                batch = self._take(arrivals, arrived, min(batch_size, num_left), num_left)
+                batch = self._next_groups(arrivals, arrived, min(batch_size, num_left), num_left)
                 if not batch:
                     return
                 self._use(group[0].group_id for group in batch)
@@ -177,7 +177,7 @@ class OverSamplingAgenticGrpoLearner(AgenticGrpoLearner):
                 self._gate.put()  # Tunix asks for no more
             self._gate.open(self._full_batch_size)  # after the weight update
 
-    def _take(
+    def _next_groups(
         self, arrivals: Iterator[Any], arrived: dict[int, Any], count: int, num_left: int
     ) -> list[Any]:
         """Groups to train on next: those that may not become older, then in order."""

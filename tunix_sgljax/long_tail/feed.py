@@ -50,7 +50,7 @@ class PromptFeed:
         """The next batch, as large as the first one, with the column `ROW`."""
         if not self.has_batch() or self._batch_size is None:
             raise StopIteration
-        rows = self._take(self._batch_size)
+        rows = self._pop_rows(self._batch_size)
         while self._owed and len(rows) < self._batch_size:
             rows.append(self._owed.popleft())
         self._given.update((row.number, row) for row in rows)
@@ -71,14 +71,14 @@ class PromptFeed:
 
     def take_early(self, count: int, *, is_owed: bool) -> list[Row]:
         """Up to `count` of the next prompts; owed ones come in a batch once the data is over."""
-        rows = self._take(count)
+        rows = self._pop_rows(count)
         if is_owed:
             self._owed.extend(rows)
         elif rows:
             self._has_used_up = True
         return rows
 
-    def _take(self, count: int) -> list[Row]:
+    def _pop_rows(self, count: int) -> list[Row]:
         while len(self._rows) < count and self._read():
             pass
         return [self._rows.popleft() for _ in range(min(count, len(self._rows)))]

@@ -100,7 +100,7 @@ class StateSlots:
             request.state_slot = self._allocate()
             self._sources[request.rid] = page, kept
             source = self._fresh.get(page, kept.slot)
-            self._copies.of(is_late=is_late).append(StateCopy(source, request.state_slot))
+            self._copies.at(is_late=is_late).append(StateCopy(source, request.state_slot))
         else:  # the only slot there is
             self._held.remove(page)
             request.state_slot = self._kept.pop(page).slot

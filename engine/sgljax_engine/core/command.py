@@ -58,7 +58,7 @@ class Recipients(Protocol):
         """The calls of all engines."""
         ...
 
-    def give(self, index: int, task: Task) -> None:
+    def enqueue(self, index: int, task: Task) -> None:
         """Queues a task for one engine."""
         ...
 
@@ -94,11 +94,11 @@ class PerEngineCommand(Command):
     def hand_out(self, group: Recipients) -> None:
         parts = self.parts(group.num_engines)
         if len(parts) == 1 and type(self).combine is PerEngineCommand.combine:
-            group.give(0, Part(parts[0], self.future))
+            group.enqueue(0, Part(parts[0], self.future))
             return
         gathered = Gathered(self.future, self.combine, len(parts))
         for index, part in enumerate(parts):
-            group.give(index, Part(part, gathered.future(index)))
+            group.enqueue(index, Part(part, gathered.future(index)))
 
     def parts(self, num_engines: int) -> Sequence[Self]:
         """The part of each engine; the same for all, unless a command says otherwise."""

@@ -265,7 +265,7 @@ class EngineCore:
         self.outputs.flush()
         if self.pauses.has_pauses:
             self.runner.kv_memory.wait()
-        for drain in self.pauses.take():
+        for drain in self.pauses.pop_all():
             self.drained(drain)
         self.set_admission()
 

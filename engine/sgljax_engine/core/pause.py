@@ -53,7 +53,7 @@ class PauseState:
     def wait(self, drain: PendingDrain) -> None:
         self._pending.append(drain)
 
-    def take(self) -> list[PendingDrain]:
+    def pop_all(self) -> list[PendingDrain]:
         """Removes and returns the waiting callers."""
         pending, self._pending = self._pending, []
         return pending
@@ -64,7 +64,7 @@ class PauseState:
 
     def refuse(self, num_started: int, why: str, *, pauses_only: bool = False) -> None:
         """Answers with an error all callers that wait for requests which cannot finish."""
-        pending = self.take()
+        pending = self.pop_all()
         self._pending = [each for each in pending if pauses_only and not each.is_pause]
         for each in pending:
             if each.is_pause or not pauses_only:
@@ -72,5 +72,5 @@ class PauseState:
                 reject(each.future, EngineStateError(message))
 
     def close(self, make_error: Callable[[], BaseException]) -> None:
-        for each in self.take():
+        for each in self.pop_all():
             reject(each.future, make_error())

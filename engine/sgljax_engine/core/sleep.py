@@ -120,7 +120,7 @@ class SleepManager:
 
     @property
     def _window_pages(self) -> np.ndarray | None:
-        return None if self._pool.windows is None else self._pool.windows.of
+        return None if self._pool.windows is None else self._pool.windows.by_page
 
     def prepare_wake_up(self, tags: Sequence[SleepTag]) -> int:
         """Allocates the memory of all these tags and returns its bytes, or raises OffloadError.
@@ -136,7 +136,7 @@ class SleepManager:
                 runner.weights_from_host(copies.weights)
                 taken += runner.weights_bytes
             if "kv_cache" in tags:
-                taken += self._kv_memory.take()
+                taken += self._kv_memory.allocate()
                 if copies.pages is not None:
                     self._kv_memory.load_pages(
                         copies.pages, self._pool.used_pages, self._window_pages

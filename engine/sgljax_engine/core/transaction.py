@@ -31,7 +31,7 @@ class GroupCommand(Command):
     def hand_out(self, group: Recipients) -> None:
         transaction = Transaction(self, group.num_engines)
         for index in range(group.num_engines):
-            group.give(index, TakePart(transaction, index))
+            group.enqueue(index, TakePart(transaction, index))
 
     def prepare(self, core: EngineCore) -> Any:
         """Prepares for the other methods, on each engine's thread; changes nothing that serves."""

@@ -61,7 +61,7 @@ class _NewWeights:
     def make(self) -> dict[str, jax.Array]:
         return apply(self.plan, self.arrays, verify=self.verify)
 
-    def take(self, olds: Sequence[Weights], *, donate: bool) -> dict[str, jax.Array]:
+    def get(self, olds: Sequence[Weights], *, donate: bool) -> dict[str, jax.Array]:
         """The weights: hands over those that were made, or makes them now."""
         made, self.made = self.made, None
         if made is not None:
@@ -306,7 +306,7 @@ class WeightsWorker:
             if kept and not all(kept <= old.keys() for old in olds):  # they sleep, or were lost
                 return self._split(apply(planned.plan, planned.arrays))
             rests = [{name: old[name] for name in kept} for old in olds]
-            made = self._split(new.take(olds, donate=donate))
+            made = self._split(new.get(olds, donate=donate))
             return [rest | each for rest, each in zip(rests, made, strict=True)]
 
         return build

@@ -89,7 +89,7 @@ class HandOut:
 
     # ------------------------------------------------------------------ for commands
 
-    def give(self, index: int, task: Task) -> None:
+    def enqueue(self, index: int, task: Task) -> None:
         """Queues a task for one engine; the only engine does it next, before what came since."""
         if self._only is not None:
             self._only.do_next(task)
@@ -123,12 +123,12 @@ class HandOut:
             command.refuse(lambda: EngineShutdownError(reason))
 
     def _run(self) -> None:
-        while self._take():
+        while self._do_one():
             pass
         while not self._commands.empty():
-            self._take()
+            self._do_one()
 
-    def _take(self) -> bool:
+    def _do_one(self) -> bool:
         """Hands out one command; False at the end. Keeps no reference to it."""
         command = self._commands.get()
         try:
@@ -215,13 +215,13 @@ class Worker(Generic[_J]):
             raise EngineShutdownError(self._reason)
 
     def _run(self) -> None:
-        while self._take():
+        while self._do_one():
             pass
         with self._condition:
             self._is_over = True
             self._condition.notify_all()
 
-    def _take(self) -> bool:
+    def _do_one(self) -> bool:
         """Does one job; False at the end. Keeps no reference to it."""
         job = self._jobs.get()
         if job is None:

@@ -104,7 +104,7 @@ def _normalise(x: jax.Array) -> jax.Array:
     return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPS)
 
 
-def step(
+def token_step(
     state: jax.Array, heads: Heads, decay: jax.Array, rate: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The rule for one token of each row; the new state and the output.
@@ -211,7 +211,7 @@ def chunk_outputs(state: jax.Array, terms: ChunkTerms) -> tuple[jax.Array, jax.A
     return jnp.moveaxis(out, -2, 0).reshape(size, groups * ratio, -1), change
 
 
-def take_in(
+def state_after(
     state: jax.Array, k: jax.Array, change: jax.Array, decay: jax.Array, count: jax.Array
 ) -> jax.Array:
     """The state [V, h, d] after the first `count` tokens of a chunk, from that at its beginning.

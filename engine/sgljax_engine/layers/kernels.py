@@ -145,7 +145,7 @@ class Kernels(Protocol):
     def delta_step(
         self, state: jax.Array, heads: Heads, decay: jax.Array, rate: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """The delta rule for one token of each row, see `delta_net.step`."""
+        """The delta rule for one token of each row, see `delta_net.token_step`."""
         ...
 
 
@@ -229,8 +229,8 @@ class XlaKernels:
         self, state: jax.Array, heads: Heads, decay: jax.Array, rate: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         if self.heads is not None and self.heads.serves_states(state):
-            return self.heads.step(state, heads, decay, rate)
-        return delta_net.step(state, heads, decay, rate)
+            return self.heads.delta_step(state, heads, decay, rate)
+        return delta_net.token_step(state, heads, decay, rate)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,7 +310,7 @@ class CpuKernels:
     def delta_step(
         self, state: jax.Array, heads: Heads, decay: jax.Array, rate: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        return delta_net.step(state, heads, decay, rate)
+        return delta_net.token_step(state, heads, decay, rate)
 
     def net_heads(
         self, window: jax.Array, weight_CW: jax.Array, sizes: tuple[int, int, int]

@@ -59,7 +59,7 @@ class TpuHeads:
         is_whole = num_heads < SUBLANES or num_heads % SUBLANES == 0
         return is_whole and all(size % LANES == 0 for size in sizes)
 
-    def step(
+    def delta_step(
         self, state: jax.Array, heads: Heads, decay: jax.Array, rate: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         rows, num_heads, _, width = state.shape

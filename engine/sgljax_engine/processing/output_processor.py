@@ -182,7 +182,7 @@ class OutputProcessor:
         news, self._news = self._news, []
         for each in news:
             if self.thread is None:
-                self._take(each)
+                self._handle_or_end(each)
             else:
                 self._queue.put(each)
 
@@ -203,10 +203,10 @@ class OutputProcessor:
     # ------------------------------------------------------------------ the detokenizer thread
 
     def _run(self) -> None:
-        while self._take(self._queue.get()):
+        while self._handle_or_end(self._queue.get()):
             pass
 
-    def _take(self, news: _News | None) -> bool:
+    def _handle_or_end(self, news: _News | None) -> bool:
         """Handles one item; False at the end.
 
         It keeps no reference: an answer or error kept while waiting for the next item would keep

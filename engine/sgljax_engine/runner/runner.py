@@ -104,7 +104,7 @@ class ModelRunner:
             make_zeros=make_zeros,
         )
         self.scorer = Scorer(
-            self.run,
+            self.run_program,
             token_buckets=shapes.token_buckets,
             token_block=shapes.token_block,
             max_len=self.max_len,
@@ -112,7 +112,7 @@ class ModelRunner:
             has_adapters=self.has_adapters,
             shares=not self.has_states,
         )
-        self.routed_reader = RoutedReader.make(self.run, static, num_pages)
+        self.routed_reader = RoutedReader.make(self.run_program, static, num_pages)
 
     @property
     def model_config(self) -> ModelConfig:
@@ -220,19 +220,19 @@ class ModelRunner:
             windows=windows,
         )
         for batch in batches:
-            self.run(ProgramCall("prefill", (batch,)))
+            self.run_program(ProgramCall("prefill", (batch,)))
 
     def copy_pages(self, copies: Sequence[PageCopy], windows: np.ndarray | None = None) -> None:
         """Dispatches page copies; does not wait for the device. No page is source and target."""
         max_copies, num_pages = self.shapes.batch_buckets[-1], self.kv_memory.num_pages
         args = build_copies(copies, max_copies=max_copies, num_pages=num_pages, windows=windows)
-        self.run(ProgramCall("copy_pages", args))
+        self.run_program(ProgramCall("copy_pages", args))
 
     def copy_states(self, copies: Sequence[StateCopy]) -> None:
         """Dispatches copies of recurrent states; does not wait. No slot is source and target."""
         size = self.shapes.batch_buckets[-1]
         for start in range(0, len(copies), size):
-            self.run(ProgramCall("copy_states", build_state_copies(copies[start:], size)))
+            self.run_program(ProgramCall("copy_states", build_state_copies(copies[start:], size)))
 
     def decode(self, output: SchedulerOutput) -> PendingDecode:
         order = decode_order(output.decode, self._static.page_size)
@@ -266,13 +266,13 @@ class ModelRunner:
             row_tokens = output.drafts.row_tokens
             drafts = build_draft_batch(sources, size, self.shapes.text_sizes, row_tokens)
         call = ProgramCall("decode", (batch, sampling, options, drafts, *limits))
-        result = self.run(call)
+        result = self.run_program(call)
         for leaf in jax.tree.leaves(result):
             leaf.copy_to_host_async()
         return PendingDecode(result, rows, order)
 
-    def run(self, call: ProgramCall) -> Any:
-        return self.kv_memory.run(call, self.weights)
+    def run_program(self, call: ProgramCall) -> Any:
+        return self.kv_memory.run_program(call, self.weights)
 
     # ------------------------------------------------------------------ weights
 

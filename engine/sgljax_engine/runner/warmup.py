@@ -29,7 +29,7 @@ class Warmup:
         self._forbid_compile = forbid_compile
         self._has_score = self._has_table = False
 
-    def run(
+    def compile_all(
         self,
         *,
         include_score: bool = False,
@@ -41,7 +41,7 @@ class Warmup:
         Programs of `Scorer.score`, and decode buckets for rows that change logits, are asked for.
         """
         runner, programs, kv_memory = self._runner, self._runner.programs, self._runner.kv_memory
-        kv_memory.take()
+        kv_memory.allocate()
         before, was_sealed = programs.num_compiles, programs.is_sealed
         programs.is_sealed = False
         try:
@@ -50,7 +50,7 @@ class Warmup:
             with reporting(progress, "compile programs", num_new, "program") as advance:
                 programs.compile(calls, kv_memory.state(runner.weights), lambda: advance(1))
             for call in calls:
-                jax.block_until_ready(runner.run(call))
+                jax.block_until_ready(runner.run_program(call))
             windows = no_windows(kv_memory.num_pages) if self._runner.has_windows else None
             kv_memory.load_pages(kv_memory.save_pages([0], windows), [0], windows)
             if runner.has_states:
@@ -64,7 +64,7 @@ class Warmup:
         return programs.num_compiles - before
 
     def check(self, request: Request) -> None:
-        """Raises CompileForbiddenError if a request needs programs that `run` left out."""
+        """Raises CompileForbiddenError if a request needs programs that `compile_all` left out."""
         options, params = request.logprob_options, request.params
         needs = ""
         if params.changes_logits and not self._has_table:

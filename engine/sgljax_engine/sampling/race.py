@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sgljax_engine.sampling.blocks import BLOCK, argmax, in_blocks, pick_block, place
+from sgljax_engine.sampling.blocks import BLOCK, argmax, in_blocks, pick_block, token_at
 
 
 def race(
@@ -32,7 +32,7 @@ def race(
     block = argmax(jnp.sum(blocks, axis=-1) / arrivals[:, :num_blocks], num_shards)
     inside = pick_block(blocks, block)
     offset = jnp.argmax(inside / arrivals[:, num_blocks:], axis=-1).astype(jnp.int32)
-    return place(block, offset, weights_BV.shape[1], num_shards, size)
+    return token_at(block, offset, weights_BV.shape[1], num_shards, size)
 
 
 def _race_block(vocab_size: int) -> int:

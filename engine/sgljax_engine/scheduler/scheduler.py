@@ -216,7 +216,7 @@ class Scheduler:
             retracted=retracted,
             started=started,
             max_finished=self._max_finished(len(decode)),
-            window_pages=None if self._pool.windows is None else self._pool.windows.of,
+            window_pages=None if self._pool.windows is None else self._pool.windows.by_page,
             early_copies=plan.early_copies,
             states=None if self._pool.states is None else self._pool.states.take_copies(),
         )

@@ -208,7 +208,7 @@ class ServerContext:
         if stream:
             pieces = await self.generation.stream(request, call.job)
             return EventStream(call.events(pieces), pieces, self.engine.weight_version)
-        outputs = await self.generation.run(request, call.job)
+        outputs = await self.generation.generate(request, call.job)
         versions = [output["meta_info"]["weight_version"] for output in outputs]
         known = [version for version in versions if version is not None]
         version = max(known, default=self.engine.weight_version)

@@ -80,7 +80,7 @@ class Generation:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def run(self, request: Request, job: Job) -> list[dict[str, Any]]:
+    async def generate(self, request: Request, job: Job) -> list[dict[str, Any]]:
         """All outputs of a job, in order; see `RequestOutput.to_dict`.
 
         Raises HTTPError 503 when there are too many requests, or generation is halted too long, and

@@ -152,7 +152,7 @@ def _add_state_routes(router: APIRouter, context: ServerContext) -> None:
         params = SamplingParams(max_new_tokens=1, temperature=0.0)
         rids = new_rids(1, "health-")
         job = Job(input_ids=[[0]], sampling_params=[params], rids=rids)
-        await context.generation.run(request, job)
+        await context.generation.generate(request, job)
         return Response()
 
     @router.get("/is_sleeping")

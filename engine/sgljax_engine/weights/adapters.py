@@ -217,7 +217,7 @@ def _plan(
                     f"max_loras gives them to {_kinds(with_slots)}"
                 )
                 continue
-            step = _step(projection, term, each, shape, shapes[target])
+            step = _plan_step(projection, term, each, shape, shapes[target])
             if isinstance(step, str):
                 problems.append(f"the LoRA pair of {rule.weight!r} for {target!r}: {step}")
             elif projection in steps:
@@ -247,7 +247,7 @@ def weight_shape(term: LoraTerm, source: Mapping[str, ArraySpec]) -> tuple[int, 
     return tuple((inputs if axis in term.in_axes else outputs).pop(0) for axis in range(num_axes))
 
 
-def _step(
+def _plan_step(
     name: str,
     term: LoraTerm,
     found: Match,

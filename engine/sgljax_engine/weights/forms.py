@@ -63,7 +63,7 @@ class Quantized(NamedTuple):
     output_axis: int
     is_scale: bool
 
-    def of(self, weight: jax.Array) -> jax.Array:
+    def quantize(self, weight: jax.Array) -> jax.Array:
         x = weight.astype(jnp.float32)
         axes = tuple(axis for axis in range(x.ndim) if axis != self.output_axis)
         peaks = jnp.max(jnp.abs(x), axis=axes, keepdims=True)

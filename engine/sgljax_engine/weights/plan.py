@@ -126,12 +126,12 @@ def plan_sync(
                         f"{name!r} and {other!r} both map to index {found.into} of {target!r}"
                     )
                 else:
-                    stack[found.into] = _step(name, target, found, terms)
+                    stack[found.into] = _plan_step(name, target, found, terms)
             elif target in steps or target in stacks:
                 other = steps[target] if target in steps else next(iter(stacks[target].values()))
                 problems.append(f"{name!r} and {other.source!r} both map to {target!r}")
             else:
-                steps[target] = _step(name, target, found, terms)
+                steps[target] = _plan_step(name, target, found, terms)
                 problems.extend(shape_problems(spec, steps[target], targets[target].source_shape))
     for target, stack in stacks.items():
         steps[target], found_problems = stacked_step(stack, source, targets[target].shape)
@@ -148,7 +148,7 @@ def plan_sync(
     return _with_program(dict(source), ordered, targets, check_finite)
 
 
-def _step(name: str, target: str, found: Match, terms: Mapping[str, LoraTerm]) -> Step:
+def _plan_step(name: str, target: str, found: Match, terms: Mapping[str, LoraTerm]) -> Step:
     rule = found.rule
     return Step(
         name,

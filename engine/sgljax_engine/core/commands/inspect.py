@@ -66,7 +66,7 @@ class Warmup(PerEngineCommand):
     def run(self, core: EngineCore) -> int:
         core.check_awake()
         try:
-            return core.warmup.run(
+            return core.warmup.compile_all(
                 include_score=self.include_score,
                 include_table=self.include_table,
                 progress=self.progress,

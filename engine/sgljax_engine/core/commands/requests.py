@@ -39,7 +39,7 @@ class AddRequests(Command):
             parts[request.engine].answers.append(answer)
         for index, part in enumerate(parts):
             if part.requests:
-                group.give(index, part)
+                group.enqueue(index, part)
 
     def refuse(self, make_error: Callable[[], BaseException]) -> None:
         _refuse(self.answers, make_error)

@@ -28,7 +28,7 @@ def delta_step(
     *,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """The new state, in the place of the old one, and the output; see `layers.delta_net.step`.
+    """The new state, in the place of the old one, and the output; see `delta_net.token_step`.
 
     Shape: state: [B, V, h, d]; h and d are multiples of 128, and V is one of `SUBLANES`, or less.
     q, k: [B, V, h], of each value head. v: [B, V, d]. keep: [B, V], the part of the state that is
@@ -42,7 +42,7 @@ def delta_step(
 
     scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
     new, out = pl.pallas_call(
-        _step,
+        _kernel,
         grid=(num_rows, num_heads // count),
         in_specs=[
             block(key_dim, value_dim),
@@ -70,7 +70,7 @@ def delta_step(
     return new, out
 
 
-def _step(
+def _kernel(
     state_ref: Any,
     q_ref: Any,
     k_ref: Any,

@@ -115,7 +115,7 @@ class ProgramCache:
         self.is_sealed = False
         self.progress: ProgressListener | None = None
 
-    def run(self, call: ProgramCall, state: ProgramState) -> tuple[ProgramState, Any]:
+    def run_program(self, call: ProgramCall, state: ProgramState) -> tuple[ProgramState, Any]:
         """Runs a program, compiled first if it is new. Donates the parts of the cache it writes.
 
         Returns the state with the parts that the program updated, and its result, or None. Raises

@@ -67,10 +67,10 @@ class KVMemory:
 
     # ------------------------------------------------------------------ programs
 
-    def run(self, call: ProgramCall, weights: Mapping[str, jax.Array]) -> Any:
+    def run_program(self, call: ProgramCall, weights: Mapping[str, jax.Array]) -> Any:
         if takes_kv(call.name):
-            self.take()
-        state, result = self._programs.run(call, self.state(weights))
+            self.allocate()
+        state, result = self._programs.run_program(call, self.state(weights))
         self.kv = state.kv
         return result
 
@@ -93,7 +93,7 @@ class KVMemory:
         """False after `release`, until a program needs the pages."""
         return bool(self.kv.layers)
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         """Allocates the pages, unless they are; returns the bytes."""
         if self.is_allocated:
             return 0
@@ -169,7 +169,7 @@ class KVMemory:
         chunks: list[tuple[np.ndarray, Any]] = []
         for ids in chunk_ids(pages, self.pages_per_copy, self.num_pages):
             call = ProgramCall("read_pages", (page_ids(ids, windows),))
-            state, _ = self._programs.run(call, self.state({}))
+            state, _ = self._programs.run_program(call, self.state({}))
             chunks.append((ids, to_host(state.moved, self._host_memory)))
         return SavedPages(chunks)
 
@@ -181,11 +181,11 @@ class KVMemory:
         `windows` has the current window page of each page, or -1. A page that had none when it was
         saved must have none.
         """
-        self.take()
+        self.allocate()
         try:
             for ids, contents in saved.only(pages, self.num_pages):
                 state = self.state({})._replace(moved=to_device(contents))
-                state, _ = self._programs.run(
+                state, _ = self._programs.run_program(
                     ProgramCall("write_pages", (page_ids(ids, windows),)), state
                 )
                 self.kv = state.kv
@@ -197,16 +197,21 @@ class KVMemory:
     def save_states(self, slots: Sequence[int]) -> SavedStates:
         """Copies the recurrent states in these slots to the host; waits for it."""
         return [
-            (ids, to_host(self.run(ProgramCall("read_states", (ids,)), {}), self._host_memory))
+            (
+                ids,
+                to_host(
+                    self.run_program(ProgramCall("read_states", (ids,)), {}), self._host_memory
+                ),
+            )
             for ids in chunk_ids(slots, self._states_per_copy, self.num_state_slots)
         ]
 
     def load_states(self, saved: SavedStates) -> None:
         """Restores states into their slots. A failure leaves no pages at all, nor states."""
-        self.take()
+        self.allocate()
         try:
             for ids, contents in saved:
-                self.run(ProgramCall("write_states", (to_device(contents), ids)), {})
+                self.run_program(ProgramCall("write_states", (to_device(contents), ids)), {})
             self.check()
         except BaseException:
             self.drop()

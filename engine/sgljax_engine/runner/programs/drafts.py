@@ -123,7 +123,7 @@ def find_drafts(
     best = search(text, num_text, end, batch.ends, MATCHED_TOKENS)
     length = best // (size + 1) // (batch.ends.shape[1] + 2)
     place = jnp.where(best > 0, best % (size + 1), size)
-    goes_on = (length <= 1) & (pointer < end) & (_take(text, pointer) >= 0)
+    goes_on = (length <= 1) & (pointer < end) & (_gather(text, pointer) >= 0)
     place = jnp.where(goes_on, pointer, place)
     source = part_of(place[:, None], batch.ends)[:, 0]
     steps = batch.places[None, :-1]
@@ -140,7 +140,7 @@ def part_of(place: jax.Array, ends: jax.Array) -> jax.Array:
     return functools.reduce(operator.add, behind)
 
 
-def _take(text: jax.Array, place: jax.Array) -> jax.Array:
+def _gather(text: jax.Array, place: jax.Array) -> jax.Array:
     return jnp.take_along_axis(text, place[:, None], axis=1, mode="fill", fill_value=NO_TOKEN)[:, 0]
 
 

@@ -199,8 +199,8 @@ def accept(
     places = counts[:, None] + jnp.arange(state.conv.shape[1], dtype=jnp.int32)[None]
     conv = jnp.take_along_axis(layer.window, places[..., None], axis=1)
     if kernels is None:
-        take_in = jax.vmap(delta_net.take_in)
-        matrix = take_in(state.matrix, *layer.terms, layer.decay, counts)
+        state_after = jax.vmap(delta_net.state_after)
+        matrix = state_after(state.matrix, *layer.terms, layer.decay, counts)
     else:
         heads, rate = layer.terms
         tokens = _row_terms(heads, layer.decay, rate, counts)
