@@ -23,7 +23,7 @@ THINK = "<think>"
 
 
 class Found(NamedTuple):
-    """A mark, and the field that it opens or closes; without one, `start` is how far none is."""
+    """A mark, and the field that it opens or closes; without one, none begins before `start`."""
 
     start: int
     match: regex.Match[str] | None = None

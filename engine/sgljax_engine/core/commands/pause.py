@@ -74,7 +74,7 @@ class Continue(PerEngineCommand):
 class Drain(PerEngineCommand):
     """Let started requests finish, and start no others until a swap or `EndDrain`.
 
-    Engines wait so for a swap with mode "wait". `name` is the caller's method, for an error.
+    So engines wait for a swap with mode "wait". `name` is the caller's method, for an error.
     """
 
     name: str
