@@ -17,11 +17,16 @@ from sgljax_engine.runner.batches.page_ids import (
     build_state_copies,
     no_windows,
 )
-from sgljax_engine.runner.batches.sampling import build_sampling_batch, empty_table, table_buckets
+from sgljax_engine.runner.batches.sampling import (
+    MASK_BUCKETS,
+    build_sampling_batch,
+    empty_table,
+    mask_batch,
+    table_buckets,
+)
 from sgljax_engine.runner.compile.compiled import ProgramCall
 from sgljax_engine.runner.programs.decode import RowOptions
 from sgljax_engine.runner.runner import ModelRunner
-from sgljax_engine.sampling.table import SamplingTable
 from sgljax_engine.types import Request
 
 
@@ -37,13 +42,14 @@ class Warmup:
         """
         self._runner = runner
         self._forbid_compile = forbid_compile
-        self._has_score = self._has_table = False
+        self._has_score = self._has_table = self._has_masks = False
 
     def run(
         self,
         *,
         include_score: bool = False,
         include_table: bool = False,
+        include_masks: bool = False,
         progress: ProgressListener | None = None,
     ) -> int:
         """Compiles and runs every program but those below; returns how many were new.
@@ -51,6 +57,7 @@ class Warmup:
         Args:
             include_score: Those of `Scorer.score` too.
             include_table: The decode buckets for rows that change logits too.
+            include_masks: Those for rows that report sampling masks too.
             progress: Told of every program.
         """
         runner, programs, kv_memory = self._runner, self._runner.programs, self._runner.kv_memory
@@ -58,7 +65,7 @@ class Warmup:
         before, was_sealed = programs.num_compiles, programs.is_sealed
         programs.is_sealed = False
         try:
-            calls = list(warm_calls(runner, include_score, include_table))
+            calls = list(warm_calls(runner, include_score, include_table, include_masks))
             num_new = programs.count_new(calls)
             with reporting(progress, "compile programs", num_new, "program") as advance:
                 programs.compile(calls, kv_memory.state(runner.weights), lambda: advance(1))
@@ -74,6 +81,7 @@ class Warmup:
         programs.is_sealed = self._forbid_compile
         self._has_score |= include_score
         self._has_table |= include_table
+        self._has_masks |= include_masks
         return programs.num_compiles - before
 
     def check(self, request: Request) -> None:
@@ -85,6 +93,12 @@ class Warmup:
         needs = ""
         if params.changes_logits and not self._has_table:
             needs = "warmup(include_table=True), since it changes logits"
+        elif params.return_sampling_mask and not self._has_masks:
+            needs = "warmup(include_masks=True), since it reports sampling masks"
+        elif params.return_sampling_mask and params.changes_logits:
+            needs = (
+                "programs for sampling masks of rows that change logits, which warmup leaves out"
+            )
         elif options.start_len >= 0 and not self._has_score:
             needs = "warmup(include_score=True), since it asks for prompt log-probs"
         elif options.has_extras:
@@ -94,7 +108,7 @@ class Warmup:
 
 
 def warm_calls(
-    runner: ModelRunner, include_score: bool, include_table: bool
+    runner: ModelRunner, include_score: bool, include_table: bool, include_masks: bool = False
 ) -> Iterator[ProgramCall]:
     """A call of every program; those that take longest to compile come first."""
     shapes = runner.shapes
@@ -103,9 +117,12 @@ def warm_calls(
     for size in shapes.batch_buckets:
         widths = table_buckets(vocab_size) if include_table else ()
         tables = [None, *(empty_table(size, width, vocab_size) for width in widths)]
-        for table in tables:
+        most = [np.full(size, most, np.int32) for most in MASK_BUCKETS if include_masks]
+        choices = [RowOptions(table) for table in tables]
+        choices += [RowOptions(masks=mask_batch(each)) for each in most]
+        for options in choices:
             for row_tokens in runner.row_tokens(size):
-                yield _decode_call(runner, size, row_tokens, table)
+                yield _decode_call(runner, size, row_tokens, options)
     for size in shapes.token_buckets:
         batch = empty_prefill_batch(
             size,
@@ -128,7 +145,7 @@ def warm_calls(
 
 
 def _decode_call(
-    runner: ModelRunner, size: int, row_tokens: int, table: SamplingTable | None
+    runner: ModelRunner, size: int, row_tokens: int, options: RowOptions
 ) -> ProgramCall:
     """A dispatch of rows that take no step."""
     shapes, drafts = runner.shapes, None
@@ -145,7 +162,7 @@ def _decode_call(
         assert shapes.text_sizes is not None
         drafts = build_draft_batch([], size, shapes.text_sizes, row_tokens)
     sampling, none = build_sampling_batch([], size), np.int32(0)
-    return ProgramCall("decode", (rows, sampling, RowOptions(table), drafts, none, none))
+    return ProgramCall("decode", (rows, sampling, options, drafts, none, none))
 
 
 def largest(calls: Iterable[ProgramCall]) -> list[ProgramCall]:

@@ -65,6 +65,7 @@ class Warmup(PerEngineCommand):
 
     include_score: bool
     include_table: bool
+    include_masks: bool
     progress: ProgressListener | None
     future: Future[int]
 
@@ -75,6 +76,7 @@ class Warmup(PerEngineCommand):
             return core.warmup.run(
                 include_score=self.include_score,
                 include_table=self.include_table,
+                include_masks=self.include_masks,
                 progress=self.progress,
             )
         except BaseException:
