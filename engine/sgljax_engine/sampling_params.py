@@ -36,8 +36,10 @@ MAX_TOP_LOGPROBS = 128
 
 MAX_TOKEN_IDS_LOGPROB = 1024
 
-MAX_SAMPLING_MASK = 512
-"""Most tokens that a reported sampling mask holds."""
+SAMPLING_MASK_SIZES = (64, 512)
+"""Most tokens that a reported sampling mask holds: of a top_k up to the first, and else."""
+
+MAX_SAMPLING_MASK = SAMPLING_MASK_SIZES[-1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,6 +248,14 @@ class SamplingParams:
             or bool(self.bad_token_ids)
             or self.min_new_tokens > 0
         )
+
+    @property
+    def sampling_mask_size(self) -> int:
+        """Most tokens of a position's sampling mask; 0 without `return_sampling_mask`."""
+        if not self.return_sampling_mask:
+            return 0
+        small, large = SAMPLING_MASK_SIZES
+        return small if 0 < (self.top_k or 0) <= small else large
 
     @property
     def has_penalties(self) -> bool:

@@ -32,6 +32,7 @@ class SamplingReader:
         self._lock = threading.Lock()
         self._num_calls: dict[int, int] = {}
         self._first_call = 0
+        self._reports_masks = False
         self._memory: ConfigMemory[SamplingParams] = ConfigMemory()
 
     def bind(self, training: RolloutConfig) -> None:
@@ -40,17 +41,23 @@ class SamplingReader:
         self._training = training
         self._memory.clear()
 
+    def report_masks(self) -> None:
+        """Makes all requests from now on report their sampling masks."""
+        self._reports_masks = True
+        self._memory.clear()
+
     def params(
         self, config: RolloutConfig, *, shows_special_tokens: bool = False
     ) -> SamplingParams:
         """Sampling parameters of any prompt, without a seed."""
 
         def read() -> SamplingParams:
+            masks = {"return_sampling_mask": True} if self._reports_masks else {}
             return sampling.to_sampling_params(
                 with_training_kwargs(config, self._training),
                 end_ids=self._end_ids,
                 seed=None,
-                extra=self._extra,
+                extra={**self._extra, **masks},
                 shows_special_tokens=shows_special_tokens,
             )
 
@@ -119,6 +126,8 @@ def to_rollout_output(
             np.asarray(sampling.pick_logprobs(output, logprobs_mode)[:length], np.float32)
             for output, length in rows
         ]
+    has_masks = all(output.sampling_masks or not output.output_ids for output in outputs)
+    has_masks &= any(output.sampling_masks for output in outputs)
     # A RolloutConfig of 0.1.7 cannot say what it wants: it gets what the engine has.
     wants_experts = getattr(config, "return_routed_experts", True)
     experts = [
@@ -139,6 +148,14 @@ def to_rollout_output(
         weight_versions=[
             np.asarray(output.token_weight_versions[:length], np.int32) for output, length in rows
         ],
+        sampling_masks=[output.sampling_masks[:length] for output, length in rows]
+        if has_masks
+        else None,
+        processed_logprobs=[
+            np.asarray(output.processed_logprobs[:length], np.float32) for output, length in rows
+        ]
+        if has_masks
+        else None,
     )
 
 

@@ -18,7 +18,6 @@ from sgljax_engine.runner.batches.page_ids import (
     no_windows,
 )
 from sgljax_engine.runner.batches.sampling import (
-    MASK_BUCKETS,
     build_sampling_batch,
     empty_table,
     mask_batch,
@@ -27,6 +26,7 @@ from sgljax_engine.runner.batches.sampling import (
 from sgljax_engine.runner.compile.compiled import ProgramCall
 from sgljax_engine.runner.programs.decode import RowOptions
 from sgljax_engine.runner.runner import ModelRunner
+from sgljax_engine.sampling_params import SAMPLING_MASK_SIZES
 from sgljax_engine.types import Request
 
 
@@ -117,7 +117,7 @@ def warm_calls(
     for size in shapes.batch_buckets:
         widths = table_buckets(vocab_size) if include_table else ()
         tables = [None, *(empty_table(size, width, vocab_size) for width in widths)]
-        most = [np.full(size, most, np.int32) for most in MASK_BUCKETS if include_masks]
+        most = [np.full(size, most, np.int32) for most in SAMPLING_MASK_SIZES if include_masks]
         choices = [RowOptions(table) for table in tables]
         choices += [RowOptions(masks=mask_batch(each)) for each in most]
         for options in choices:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from sgljax_engine.runner.batches.batch import grow_buckets, pick_bucket
-from sgljax_engine.sampling.blocks import NUM_SORTED
 from sgljax_engine.sampling.filters import KEEP_ALL, make_filters
 from sgljax_engine.sampling.logprobs import LogprobBatch
 from sgljax_engine.sampling.masks import MaskBatch
@@ -20,6 +19,7 @@ from sgljax_engine.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     MAX_TOKEN_IDS_LOGPROB,
     MAX_TOP_LOGPROBS,
+    SAMPLING_MASK_SIZES,
     SamplingParams,
 )
 from sgljax_engine.types import Request
@@ -29,7 +29,6 @@ _LEAST_TEMPERATURE = 1e-30
 
 TOP_BUCKETS = (0, 8, 32, MAX_TOP_LOGPROBS)
 TOKEN_ID_BUCKETS = (0, 8, 64, MAX_TOKEN_IDS_LOGPROB)
-MASK_BUCKETS = (NUM_SORTED, MAX_SAMPLING_MASK)
 
 
 def table_buckets(vocab_size: int) -> tuple[int, ...]:
@@ -172,11 +171,11 @@ def build_mask_batch(requests: Sequence[Request], size: int) -> MaskBatch | None
     most = np.full(size, KEEP_ALL, np.int32)
     for row, request in enumerate(requests):
         if request.params.return_sampling_mask:
-            most[row] = pick_bucket(MASK_BUCKETS, _top_k(request.params))
+            most[row] = request.params.sampling_mask_size
     return mask_batch(most)
 
 
 def mask_batch(most: np.ndarray) -> MaskBatch:
     """The batch of rows whose masks hold `most` [B] int32 tokens each."""
-    width = int(np.max(most, where=most < KEEP_ALL, initial=MASK_BUCKETS[0]))
+    width = int(np.max(most, where=most < KEEP_ALL, initial=SAMPLING_MASK_SIZES[0]))
     return MaskBatch(most, np.zeros(width, np.int32))  # type: ignore[arg-type]
