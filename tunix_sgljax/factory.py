@@ -177,14 +177,18 @@ class GrpoLearner(tunix_grpo.GRPOLearner):
             metric_fns=metric_fns,
             data_shuffle_seed=data_shuffle_seed,
         )
-        rollout = find_sgljax_rollout(rl_cluster.rollout)
-        self._replay = Replay.choose(replay, rl_cluster, rollout, grpo_config.beta)
+        self._worker = find_sgljax_rollout(rl_cluster.rollout)
+        self._replay = Replay.choose(replay, rl_cluster, self._worker, grpo_config.beta)
 
     def _generate_and_compute_advantage(
         self, training_input: Any, mode: tunix_cluster.Mode = tunix_cluster.Mode.TRAIN
     ) -> Any:
         if self._replay is None or mode != tunix_cluster.Mode.TRAIN:
             return super()._generate_and_compute_advantage(training_input, mode)
-        with self._replay.recording() as outputs:
+        assert self._worker is not None
+        with self._worker.recorded_outputs() as outputs:
             example = super()._generate_and_compute_advantage(training_input, mode)
-        return extended(example, ReplayTrainExample, **self._replay.fields(example, outputs))
+        masks = [each for output in outputs for each in output.sampling_masks or ()]
+        logps = [each for output in outputs for each in output.logprobs or ()]
+        fields = self._replay.fields(example, masks, logps)
+        return extended(example, ReplayTrainExample, **fields)

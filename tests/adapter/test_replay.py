@@ -17,9 +17,11 @@ from tunix.rl.rl_cluster import RLCluster
 
 from sgljax_engine import InvalidConfigError
 from tests import tunix_reference as ref
+from tests.adapter import agentic_parts
 from tests.adapter.grpo_parts import (
     MODEL,
     NUM_STEPS,
+    PROMPTS,
     TEMPERATURE,
     grpo_config,
     list_batches,
@@ -27,9 +29,15 @@ from tests.adapter.grpo_parts import (
     reward,
     rollout_config,
 )
-from tests.adapter.helpers import params_of
+from tests.adapter.helpers import new_rollout, params_of
 from tests.geometry import SMALL
-from tunix_sgljax import GrpoLearner, OverSampling, OverSamplingGrpoLearner, SglJaxRollout
+from tunix_sgljax import (
+    GrpoLearner,
+    OverSampling,
+    OverSamplingGrpoLearner,
+    SglJaxRollout,
+    mismatch_report,
+)
 from tunix_sgljax.replay.examples import pad_masks
 from tunix_sgljax.replay.support import masked_model
 
@@ -44,7 +52,7 @@ def all_logits(model: nnx.Module, example: Any) -> np.ndarray:
     is_token = tokens != ref.PAD_ID
     positions = jnp.maximum(jnp.cumsum(is_token, axis=1) - 1, 0)
     causal = jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))
-    logits, _ = model(tokens, positions, None, causal[None] & is_token[:, None])  # type: ignore[operator]
+    logits, _ = model(tokens, positions, None, causal[None] & is_token[:, None])
     first = example.prompt_ids.shape[1] - 1
     return np.asarray(logits, np.float64)[:, first:-1] / TEMPERATURE
 
@@ -96,7 +104,7 @@ class Run:
         return self
 
     def log_ratios(self) -> np.ndarray:
-        """Of each trained token, before the first update of its step."""
+        """The log-ratio of each trained token, before the first update of its step."""
         model, found = ref.make_tunix_qwen3(MODEL), []
         for example, step in zip(self.examples, self.steps, strict=True):
             nnx.update(model, jax.tree.map(jnp.asarray, self.policies[step]))
@@ -120,7 +128,7 @@ def test_log_probs_are_those_over_the_masks(replayed):
     model, example = ref.make_tunix_qwen3(MODEL), replayed.examples[0]
     expected = over_masks(all_logits(model, example), example)
 
-    def logps(model: nnx.Module) -> jax.Array:
+    def logps(model: nnx.Module) -> Any:
         graphdef, state = nnx.split(masked_model(model, jnp.asarray(example.sampling_masks)))
         found, logits = compute_per_token_logps(
             graphdef,
@@ -204,6 +212,45 @@ def test_over_sampling_replays():
     is_sampled = ~np.isnan(current)
     old = np.asarray(first.old_per_token_logps)
     assert np.abs(current - old)[is_sampled].max() < 1e-4
+
+
+@pytest.mark.parametrize("in_consumer", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_episodes_of_turns_replay(in_consumer):
+    """Tokens of the environment have no masks; log-probs of the others are over theirs."""
+    cluster = agentic_parts.make_cluster(
+        num_steps=2, in_consumer=in_consumer, sampling={"top_k": 5}
+    )
+    learner = agentic_parts.make_learner(cluster, env_class=agentic_parts.Turns)
+    try:
+        agentic_parts.train(learner, 2)
+    finally:
+        cluster.rollout.close()
+    model, num_sampled = ref.make_tunix_qwen3(MODEL), 0
+    reference = ref.make_tunix_qwen3(MODEL)
+    for example in cluster.examples:
+        has_mask = np.asarray(example.sampling_masks)[:, :, 0] >= 0
+        versions = np.asarray(example.token_versions)
+        np.testing.assert_array_equal(has_mask, versions >= 0)
+        current = over_masks(all_logits(model, example), example)
+        is_first = versions == 0  # sampled by the policy that `model` still is
+        old = np.asarray(example.old_per_token_logps)
+        assert np.abs(current - old)[is_first].max(initial=0) < 1e-4
+        expected = over_masks(all_logits(reference, example), example)
+        found = np.asarray(example.ref_per_token_logps)
+        assert np.abs(expected - found)[has_mask].max() < 3e-5
+        num_sampled += is_first.sum()
+    assert num_sampled > 50
+
+
+def test_the_mismatch_report_is_over_the_masks():
+    model = ref.make_tunix_qwen3(MODEL)
+    config = rollout_config(**TRUNCATED)
+    rollout = new_rollout(model, rollout_config=config)
+    rollout.report_sampling_masks()
+    report = mismatch_report(rollout, model, PROMPTS)
+    rollout.close()
+    assert report.is_within(), report
+    assert report.sampler.min() < -0.1
 
 
 # ------------------------------------------------------------------ when it is on

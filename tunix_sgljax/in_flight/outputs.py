@@ -26,14 +26,12 @@ class VersionedRolloutOutput(RolloutOutput):
             weight version that sampled each. They differ within a completion that was running
             during a weight update.
         sampling_masks: For each completion the int32 ids that each of its `tokens` was drawn from;
-            None unless the rollout reports them.
-        processed_logprobs: Log-probs of `tokens` over these; None with them.
+            None unless the rollout reports them. With them, `logprobs` are those over them.
     """
 
     routed_experts: list[np.ndarray | None] | None = dataclasses.field(default=None, kw_only=True)
     weight_versions: list[np.ndarray] = dataclasses.field(kw_only=True)
     sampling_masks: list[list[np.ndarray]] | None = dataclasses.field(default=None, kw_only=True)
-    processed_logprobs: list[np.ndarray] | None = dataclasses.field(default=None, kw_only=True)
 
     def rows(self, part: slice) -> VersionedRolloutOutput:
         """The output of some completions."""
@@ -51,7 +49,6 @@ class VersionedRolloutOutput(RolloutOutput):
             routed_experts=some(self.routed_experts),
             weight_versions=self.weight_versions[part],
             sampling_masks=some(self.sampling_masks),
-            processed_logprobs=some(self.processed_logprobs),
         )
 
 

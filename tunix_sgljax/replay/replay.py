@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -15,12 +14,11 @@ from tunix.rl import rl_cluster as tunix_cluster
 from tunix.rl.common import compute_per_token_logps
 
 from sgljax_engine import InvalidConfigError, SamplingParams
-from tunix_sgljax.in_flight.outputs import VersionedRolloutOutput
 from tunix_sgljax.padding import right_pad
 from tunix_sgljax.replay.examples import pad_masks
 from tunix_sgljax.replay.support import masked_model
 from tunix_sgljax.rollout import SglJaxRollout
-from tunix_sgljax.rollout.truncation import describe_filters, truncates
+from tunix_sgljax.sampling import describe_filters, truncates
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +59,11 @@ class Replay:
         cluster: tunix_cluster.RLCluster,
         rollout: SglJaxRollout | None,
         beta: float,
+        problem: str = "",
     ) -> Replay | None:
         """The replay that a learner's option asks for; None for none.
+
+        `problem` says why the learner's own options do not go with replay.
 
         Raises:
             InvalidConfigError: for another value than one of `REPLAY`; for "support" where the
@@ -74,7 +75,7 @@ class Replay:
             return None
         config = cluster.get_rollout_config(mode=tunix_cluster.Mode.TRAIN)
         params = None if rollout is None else rollout.sampling_params_of(config)
-        problem = _problem(cluster, rollout, params, beta)
+        problem = problem or _problem(cluster, rollout, params, beta)
         if replay == "support" and problem:
             raise InvalidConfigError(f"replay='support' {problem}")
         if params is None or (replay == "auto" and not truncates(params)):
@@ -90,24 +91,24 @@ class Replay:
         )
         return cls(cluster, rollout)
 
-    def recording(self) -> contextlib.AbstractContextManager[list[VersionedRolloutOutput]]:
-        """Collects the outputs of this thread's calls of the rollout inside the block."""
-        return self._rollout.recorded_outputs()
-
-    def fields(self, example: Any, outputs: Sequence[VersionedRolloutOutput]) -> dict[str, Any]:
+    def fields(
+        self,
+        example: Any,
+        masks: Sequence[Sequence[np.ndarray]],
+        logps: Sequence[np.ndarray] | None = None,
+    ) -> dict[str, Any]:
         """What an example gets: masks, and over these the old and reference log-probs it has.
 
         Args:
-            example: Tunix's TrainExample of the outputs' completions, in their order.
-            outputs: Of the calls of the rollout.
+            example: Tunix's TrainExample of some completions.
+            masks: For each completion those of its tokens; empty where there is none.
+            logps: The rollout's log-probs of each completion; None if the example has them.
         """
         width = example.completion_ids.shape[1]
-        completions = [masks for output in outputs for masks in output.sampling_masks or ()]
-        masks_BCN = pad_masks(completions, width, self._size)
+        masks_BCN = pad_masks(masks, width, self._size)
         fields: dict[str, Any] = {"sampling_masks": masks_BCN}
-        if example.old_per_token_logps is not None:
-            rows = [row for output in outputs for row in output.processed_logprobs or ()]
-            fields["old_per_token_logps"] = jnp.asarray(right_pad(rows, width, 0.0))
+        if example.old_per_token_logps is not None and logps is not None:
+            fields["old_per_token_logps"] = jnp.asarray(right_pad(logps, width, 0.0))
         if example.ref_per_token_logps is not None:
             fields["ref_per_token_logps"] = self._reference_logps(example, masks_BCN)
         return fields
@@ -152,8 +153,8 @@ def _problem(
         return "needs a temperature above 0, got 0"
     if params.has_penalties or params.logit_bias:
         return "goes without penalties and logit_bias, which change the logits that are left"
-    if rollout.logprobs_mode == "trainer_match":
-        return "goes without logprobs_mode='trainer_match'"
+    if rollout.logprobs_mode not in ("trainer_logprobs", "processed_logprobs"):
+        return f"goes without logprobs_mode={rollout.logprobs_mode!r}"
     training = cluster.cluster_config.training_config
     if training.max_seq_token_per_tpu is not None:
         return (

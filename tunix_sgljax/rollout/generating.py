@@ -120,14 +120,15 @@ def to_rollout_output(
     rows = [
         (output, padding.num_before_end(output.output_ids, pad_id, end_ids)) for output in outputs
     ]
-    logprobs = None
-    if config.return_logprobs:
+    logprobs = masks = None
+    if any(output.sampling_masks for output in outputs):
+        masks = [output.sampling_masks[:length] for output, length in rows]
+        logprobs_mode = "processed_logprobs"
+    if config.return_logprobs or masks is not None:
         logprobs = [
             np.asarray(sampling.pick_logprobs(output, logprobs_mode)[:length], np.float32)
             for output, length in rows
         ]
-    has_masks = all(output.sampling_masks or not output.output_ids for output in outputs)
-    has_masks &= any(output.sampling_masks for output in outputs)
     # A RolloutConfig of 0.1.7 cannot say what it wants: it gets what the engine has.
     wants_experts = getattr(config, "return_routed_experts", True)
     experts = [
@@ -148,14 +149,7 @@ def to_rollout_output(
         weight_versions=[
             np.asarray(output.token_weight_versions[:length], np.int32) for output, length in rows
         ],
-        sampling_masks=[output.sampling_masks[:length] for output, length in rows]
-        if has_masks
-        else None,
-        processed_logprobs=[
-            np.asarray(output.processed_logprobs[:length], np.float32) for output, length in rows
-        ]
-        if has_masks
-        else None,
+        sampling_masks=masks,
     )
 
 

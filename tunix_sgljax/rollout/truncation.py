@@ -1,4 +1,4 @@
-"""Whether a sampler's filters leave out tokens, and what that does to a trainer's log-probs."""
+"""What filters that leave out tokens do to the log-probs of a trainer without replay."""
 
 from __future__ import annotations
 
@@ -8,19 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from sgljax_engine import RequestOutput, SamplingParams
+from tunix_sgljax.sampling import describe_filters, truncates
 
 logger = logging.getLogger(__name__)
-
-
-def truncates(params: SamplingParams) -> bool:
-    """Whether filters may leave out tokens of a position."""
-    has_top_k = params.top_k not in (-1, 0, None)
-    return params.temperature > 0.0 and (has_top_k or params.top_p < 1.0 or params.min_p > 0.0)
-
-
-def describe_filters(params: SamplingParams) -> str:
-    """The filters, for messages."""
-    return f"top_k={params.top_k}, top_p={params.top_p}, min_p={params.min_p}"
 
 
 class TruncationAdvice:
