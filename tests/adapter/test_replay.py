@@ -9,11 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
+from tunix.rl import rl_cluster as tunix_cluster
 from tunix.rl.common import compute_per_token_logps
 from tunix.rl.grpo.grpo_learner import GRPOLearner
-from tunix.rl.rl_cluster import RLCluster
+from tunix.rl.ppo.ppo_learner import PPOConfig
+from tunix.rl.rl_cluster import RLCluster, Role
+from tunix.rl.utils import create_critic_model
 
 from sgljax_engine import InvalidConfigError
 from tests import tunix_reference as ref
@@ -26,6 +30,7 @@ from tests.adapter.grpo_parts import (
     grpo_config,
     list_batches,
     make_parts,
+    one_device_mesh,
     reward,
     rollout_config,
 )
@@ -35,6 +40,7 @@ from tunix_sgljax import (
     GrpoLearner,
     OverSampling,
     OverSamplingGrpoLearner,
+    PpoLearner,
     SglJaxRollout,
     mismatch_report,
 )
@@ -46,7 +52,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tuni
 TRUNCATED = {"top_k": 5, "top_p": 0.9}
 
 
-def all_logits(model: nnx.Module, example: Any) -> np.ndarray:
+def all_logits(model: nnx.Module, example: Any, temperature: float = TEMPERATURE) -> np.ndarray:
     """The scaled logits [B, C, V] that a completion's tokens come from, in float64."""
     tokens = jnp.concatenate([example.prompt_ids, example.completion_ids], axis=1)
     is_token = tokens != ref.PAD_ID
@@ -54,7 +60,7 @@ def all_logits(model: nnx.Module, example: Any) -> np.ndarray:
     causal = jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))
     logits, _ = model(tokens, positions, None, causal[None] & is_token[:, None])
     first = example.prompt_ids.shape[1] - 1
-    return np.asarray(logits, np.float64)[:, first:-1] / TEMPERATURE
+    return np.asarray(logits, np.float64)[:, first:-1] / temperature
 
 
 def over_masks(logits: np.ndarray, example: Any) -> np.ndarray:
@@ -212,6 +218,40 @@ def test_over_sampling_replays():
     is_sampled = ~np.isnan(current)
     old = np.asarray(first.old_per_token_logps)
     assert np.abs(current - old)[is_sampled].max() < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:scatter inputs:FutureWarning")  # of Tunix's trainer
+def test_ppo_replays_at_a_temperature_of_one(caplog):
+    shape = MODEL | {"use_tied_embedding": False}
+    actor, mesh = ref.make_tunix_qwen3(shape), one_device_mesh()
+    roles = (Role.ACTOR, Role.REFERENCE, Role.ROLLOUT, Role.CRITIC)
+    for temperature in (1.0, 0.8):
+        parts = make_parts(
+            meshes=dict.fromkeys(roles, mesh),
+            rollout_config=rollout_config(temperature=temperature, **TRUNCATED),
+            rollout_engine=functools.partial(SglJaxRollout, **SMALL),
+        )
+        critic = create_critic_model(actor)
+        parts.arguments |= {"actor": actor, "reference": ref.make_tunix_qwen3(shape)}
+        parts.arguments["cluster_config"].training_config.critic_optimizer = optax.adam(1e-2)
+        cluster: Any = RLCluster(**parts.arguments, critic=critic)
+        learner = PpoLearner(cluster, PPOConfig(beta=0.0), ppo_reward)
+        assert (learner._replay is not None) == (temperature == 1.0)
+        if learner._replay is not None:
+            example = learner._generate_and_compute_advantage(
+                {"prompts": np.array(PROMPTS)}, tunix_cluster.Mode.TRAIN
+            )
+            current = over_masks(all_logits(actor, example, temperature), example)
+            old = np.asarray(example.old_per_token_logps)
+            assert np.nanmax(np.abs(current - old)) < 1e-4
+            assert np.count_nonzero(~np.isnan(current)) > 15
+        cluster.rollout.close()
+    assert "it needs a temperature of 1 in PPO, got 0.8" in caplog.text
+
+
+def ppo_reward(prompts, completions, **_):
+    return [float(len(text) % 2) for text in completions]
 
 
 @pytest.mark.parametrize("in_consumer", [True, pytest.param(False, marks=pytest.mark.slow)])

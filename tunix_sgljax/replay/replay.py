@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from tunix.rl.common import compute_per_token_logps
 
 from sgljax_engine import InvalidConfigError, SamplingParams
 from tunix_sgljax.padding import right_pad
-from tunix_sgljax.replay.examples import pad_masks
+from tunix_sgljax.replay.examples import Example, extended, pad_masks
 from tunix_sgljax.replay.support import masked_model
 from tunix_sgljax.rollout import SglJaxRollout
 from tunix_sgljax.sampling import describe_filters, truncates
@@ -90,6 +90,14 @@ class Replay:
             describe_filters(params),
         )
         return cls(cluster, rollout)
+
+    def replayed(self, make: Callable[[], Any], kind: type[Example]) -> Example:
+        """An example that Tunix's learner makes, with masks; `make` calls the rollout."""
+        with self._rollout.recorded_outputs() as outputs:
+            example = make()
+        masks = [each for output in outputs for each in output.sampling_masks or ()]
+        logps = [each for output in outputs for each in output.logprobs or ()]
+        return extended(example, kind, **self.fields(example, masks, logps))
 
     def fields(
         self,
