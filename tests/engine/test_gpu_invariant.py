@@ -262,7 +262,10 @@ def check_engine(options: dict[str, Any], speculation: str) -> None:
                 [*asked.prompt, *bits.tokens] for asked, bits in zip(ASKED, expected, strict=True)
             ]
             scores = engine.score(texts, start_lens=[len(asked.prompt) for asked in ASKED])
-    assert [each.tobytes() for each in scores] == [bits.logprobs for bits in expected]
+    # On CPUs XLA's exponentials depend on the number of rows, which here are more than in decode.
+    tolerance = 0.0 if jax.default_backend() == "gpu" else 1e-6
+    for found, bits in zip(scores, expected, strict=True):
+        np.testing.assert_allclose(found, np.frombuffer(bits.logprobs, np.float32), 0, tolerance)
     assert len({bits.tokens for bits in expected}) > 5
 
 
