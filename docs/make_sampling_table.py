@@ -29,6 +29,7 @@ TESTS = {
     "spaces_between_special_tokens": _TEXT + "spaces_between_special_tokens",
     "decode_behind_prompt": _TEXT + "decode_behind_prompt",
     "reasoning_tags": _TEXT + "reasoning_tags",
+    "return_sampling_mask": "tests/engine/test_sampling_masks.py::test_a_request_reports_masks",
 }
 """Tests of fields that are not in `TestRows` under the field's name."""
 
@@ -48,6 +49,7 @@ VLLM_NAMES = {
     "bad_token_ids": "",
     "decode_behind_prompt": "",
     "reasoning_tags": "",
+    "return_sampling_mask": "",
 }
 """vLLM's names where they differ; empty where vLLM has no such field."""
 

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import sgljax_engine
+from tests import yields
 
 _FILES = (
     str(Path(sgljax_engine.__file__).parent),
@@ -21,6 +22,7 @@ _FILES = (
 )
 
 
+_SOON_S = 1e-5
 _AGAIN_S = 5.0
 """Longer than what clears up behind an interrupted call takes."""
 
@@ -87,10 +89,17 @@ def real_interrupts() -> Iterator[Callable[[float], None]]:
     """Gives a function that has a signal interrupt the main thread after so many seconds.
 
     One that comes just before CPython begins to wait does not end the wait, and one that comes in a
-    finalizer is lost; so another one comes later.
+    finalizer is lost; so another one comes later. One that comes in a step of `tests.yields` that
+    is indivisible with locks of C waits for its end.
     """
 
-    def interrupt(*_: object) -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        del number
+        while frame is not None:
+            if frame.f_code in yields.INDIVISIBLE:
+                signal.setitimer(signal.ITIMER_REAL, _SOON_S, _AGAIN_S)
+                return
+            frame = frame.f_back
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, interrupt)

@@ -6,6 +6,7 @@ that a race needs. `yield_at_locks` makes each operation of a lock such a place.
 
 from __future__ import annotations
 
+import functools
 import os
 import queue
 import random
@@ -75,13 +76,26 @@ class _YieldingLock:
         return self._around(found) if name in ("_release_save", "_acquire_restore") else found
 
     def _around(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def around(*arguments: Any) -> Any:
-            self._yields()
-            result = call(*arguments)
-            self._yields()
-            return result
+        return functools.partial(_between_yields, self._yields, call)
 
-        return around
+
+def _between_yields(yields: Callable[[], None], call: Callable[..., Any], *arguments: Any) -> Any:
+    yields()
+    result = call(*arguments)
+    yields()
+    return result
+
+
+INDIVISIBLE = frozenset(
+    function.__code__
+    for function in (
+        _YieldingLock.__enter__,
+        _YieldingLock.__exit__,
+        _YieldingLock.release,
+        _between_yields,
+    )
+)
+"""What no signal may raise in, since none can in a lock of C: it would stay held, or be free."""
 
 
 def _yielding_queue(yields: Callable[[], None]) -> type[queue.SimpleQueue[Any]]:

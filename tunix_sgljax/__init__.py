@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tunix_sgljax.exactness.mismatch import MismatchReport, mismatch_report
-    from tunix_sgljax.factory import GrpoLearner, RLCluster, create_sgljax_rollout
+    from tunix_sgljax.factory import GrpoLearner, PpoLearner, RLCluster, create_sgljax_rollout
     from tunix_sgljax.in_flight.agentic import AgenticGrpoLearner
     from tunix_sgljax.in_flight.outputs import VersionedRolloutOutput
     from tunix_sgljax.long_tail import (
@@ -32,6 +32,7 @@ _LAZY = {
     "OverSampling": "tunix_sgljax.long_tail",
     "OverSamplingAgenticGrpoLearner": "tunix_sgljax.long_tail",
     "OverSamplingGrpoLearner": "tunix_sgljax.long_tail",
+    "PpoLearner": "tunix_sgljax.factory",
     "Progress": "tunix_sgljax.observability.progress",
     "RLCluster": "tunix_sgljax.factory",
     "SglJaxRollout": "tunix_sgljax.rollout",
@@ -50,6 +51,7 @@ __all__ = [
     "OverSampling",
     "OverSamplingAgenticGrpoLearner",
     "OverSamplingGrpoLearner",
+    "PpoLearner",
     "Progress",
     "RLCluster",
     "SglJaxRollout",

@@ -11,10 +11,12 @@ import jax
 from flax import nnx
 from tunix.rl import rl_cluster as tunix_cluster
 from tunix.rl.grpo import grpo_learner as tunix_grpo
+from tunix.rl.ppo import ppo_learner as tunix_ppo
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
 
 from sgljax_engine import InvalidConfigError
 from tunix_sgljax.in_flight.wrapping import find_sgljax_rollout
+from tunix_sgljax.replay import Replay, ReplayPpoTrainExample, ReplayTrainExample
 from tunix_sgljax.rollout import SglJaxRollout
 
 
@@ -138,7 +140,12 @@ class _ExistingRollout(BaseRollout):
 
 
 class GrpoLearner(tunix_grpo.GRPOLearner):
-    """Tunix's GRPOLearner with the argument order of the rollout's specification."""
+    """Tunix's GRPOLearner with the rollout's specification's argument order, and sampling replay.
+
+    Where top_k, top_p or min_p leave out tokens, the sampler draws from another distribution than
+    the one that Tunix's learner takes log-probs of. With replay the current, old and reference
+    log-probs, and the KL and entropy made of them, are over the tokens that were left.
+    """
 
     def __init__(
         self,
@@ -147,8 +154,23 @@ class GrpoLearner(tunix_grpo.GRPOLearner):
         grpo_config: tunix_grpo.GRPOConfig,
         metric_fns: Sequence[Callable[..., Any]] | None = None,
         data_shuffle_seed: int | None = None,
+        *,
+        replay: str = "auto",
     ) -> None:
-        """Takes the arguments of Tunix's learner; `grpo_config` is its `algo_config`."""
+        """Takes the arguments of Tunix's learner; `grpo_config` is its `algo_config`.
+
+        Args:
+            rl_cluster: Cluster of any rollout.
+            reward_fns: See Tunix's learner, as for the arguments below.
+            grpo_config: Tunix's GRPOConfig.
+            metric_fns: More metrics.
+            data_shuffle_seed: Seed of the order of train examples.
+            replay: "support" replays sampling masks, "off" does not. "auto" does where the training
+                config leaves out tokens and the rollout is a SglJaxRollout.
+
+        Raises:
+            InvalidConfigError: when `replay` cannot be right with the cluster's other options.
+        """
         super().__init__(
             rl_cluster,  # by position: its name differs between releases of Tunix
             grpo_config,
@@ -156,3 +178,67 @@ class GrpoLearner(tunix_grpo.GRPOLearner):
             metric_fns=metric_fns,
             data_shuffle_seed=data_shuffle_seed,
         )
+        rollout = find_sgljax_rollout(rl_cluster.rollout)
+        self._replay = Replay.choose(replay, rl_cluster, rollout, grpo_config.beta)
+
+    def _generate_and_compute_advantage(
+        self, training_input: Any, mode: tunix_cluster.Mode = tunix_cluster.Mode.TRAIN
+    ) -> Any:
+        if self._replay is None or mode != tunix_cluster.Mode.TRAIN:
+            return super()._generate_and_compute_advantage(training_input, mode)
+        make = functools.partial(super()._generate_and_compute_advantage, training_input, mode)
+        return self._replay.replayed(make, ReplayTrainExample)
+
+
+class PpoLearner(tunix_ppo.PPOLearner):
+    """Tunix's PPOLearner with sampling replay, see `GrpoLearner`.
+
+    The KL that Tunix takes off the rewards stays the one over the whole vocabulary, since the
+    rewards are made before the masks can be applied.
+    """
+
+    def __init__(
+        self,
+        rl_cluster: tunix_cluster.RLCluster,
+        ppo_config: tunix_ppo.PPOConfig,
+        reward_fns: Callable[..., Any] | list[Callable[..., Any]] | None = None,
+        metric_fns: Sequence[Callable[..., Any]] | None = None,
+        data_shuffle_seed: int | None = None,
+        *,
+        replay: str = "auto",
+    ) -> None:
+        """Takes the arguments of Tunix's learner; `ppo_config` is its `algo_config`.
+
+        Args:
+            rl_cluster: Cluster of any rollout.
+            ppo_config: Tunix's PPOConfig.
+            reward_fns: See Tunix's learner, as for the arguments below.
+            metric_fns: More metrics.
+            data_shuffle_seed: Seed of the order of train examples.
+            replay: Whether to replay sampling masks, see `GrpoLearner`. It needs a temperature of
+                1, the only one that Tunix's loss of PPO knows.
+
+        Raises:
+            InvalidConfigError: when `replay` cannot be right with the cluster's other options.
+        """
+        super().__init__(
+            rl_cluster,  # by position: its name differs between releases of Tunix
+            ppo_config,
+            reward_fns=reward_fns,
+            metric_fns=metric_fns,
+            data_shuffle_seed=data_shuffle_seed,
+        )
+        temperature = rl_cluster.get_rollout_config(mode=tunix_cluster.Mode.TRAIN).temperature
+        problem = ""
+        if temperature != 1.0:
+            problem = f"needs a temperature of 1 in PPO, got {temperature}"
+        rollout = find_sgljax_rollout(rl_cluster.rollout)
+        self._replay = Replay.choose(replay, rl_cluster, rollout, ppo_config.beta, problem)
+
+    def _generate_and_compute_advantage(
+        self, training_input: Any, mode: tunix_cluster.Mode = tunix_cluster.Mode.TRAIN
+    ) -> Any:
+        if self._replay is None or mode != tunix_cluster.Mode.TRAIN:
+            return super()._generate_and_compute_advantage(training_input, mode)
+        make = functools.partial(super()._generate_and_compute_advantage, training_input, mode)
+        return self._replay.replayed(make, ReplayPpoTrainExample)

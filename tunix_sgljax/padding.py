@@ -53,9 +53,10 @@ def left_pad_prompts(
     return padded
 
 
-def right_pad(rows: Sequence[np.ndarray], width: int, value: int) -> np.ndarray:
-    """Rows padded on the right, int32 [B, width]."""
-    out = np.full((len(rows), width), value, np.int32)
+def right_pad(rows: Sequence[np.ndarray], width: int, value: float) -> np.ndarray:
+    """Rows padded on the right, [B, width]; float32 for a float value, else int32."""
+    dtype = np.float32 if isinstance(value, float) else np.int32
+    out = np.full((len(rows), width), value, dtype)
     for row, ids in enumerate(rows):
         out[row, : len(ids)] = ids
     return out

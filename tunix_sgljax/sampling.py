@@ -97,11 +97,8 @@ def check_comparable(mode: str, params: SamplingParams) -> None:
     if mode == "processed_logprobs":
         if params.temperature == 0.0:
             reason = "0 for every token, with temperature=0"
-        elif params.top_k not in (-1, None) or params.top_p < 1.0 or params.min_p > 0.0:
-            reason = (
-                f"of a filtered distribution, with top_k={params.top_k}, top_p={params.top_p}, "
-                f"min_p={params.min_p}"
-            )
+        elif not params.return_sampling_mask and truncates(params):
+            reason = f"of a filtered distribution, with {describe_filters(params)}"
         elif params.changes_logits:
             reason = "of penalised, biased or restricted logits"
     if reason:
@@ -110,6 +107,17 @@ def check_comparable(mode: str, params: SamplingParams) -> None:
             "softmax(logits / temperature), so comparing them says nothing. Use "
             "'trainer_logprobs' or 'trainer_match'"
         )
+
+
+def truncates(params: SamplingParams) -> bool:
+    """Whether filters may leave out tokens of a position."""
+    has_top_k = params.top_k not in (-1, 0, None)
+    return params.temperature > 0.0 and (has_top_k or params.top_p < 1.0 or params.min_p > 0.0)
+
+
+def describe_filters(params: SamplingParams) -> str:
+    """The filters, for messages."""
+    return f"top_k={params.top_k}, top_p={params.top_p}, min_p={params.min_p}"
 
 
 def check_weight_update_mode(mode: str) -> None:

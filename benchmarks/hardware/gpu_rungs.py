@@ -95,7 +95,6 @@ RUNGS = {
     "base, no command buffers": Rung(fused=None, flags=NO_BUFFERS),
     "attention from projections on, no command buffers": Rung(fused=_ATTENTION, flags=NO_BUFFERS),
     "bench.py's workload, attention from projections on": Rung(fused=_ATTENTION, measure="bench"),
-    "deterministic: XLA in tiles": Rung(fused=None, is_deterministic=True),
 }
 
 

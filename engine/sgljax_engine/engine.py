@@ -618,7 +618,13 @@ class Engine:
 
     # ------------------------------------------------------------------ control
 
-    def warmup(self, *, include_score: bool = False, include_table: bool = False) -> int:
+    def warmup(
+        self,
+        *,
+        include_score: bool = False,
+        include_table: bool = False,
+        include_masks: bool = False,
+    ) -> int:
         """Compiles and runs all prefill, copy and decode programs; returns the number of new ones.
 
         Programs for `top_logprobs_num` and `token_ids_logprob` are compiled at their first use.
@@ -629,12 +635,16 @@ class Engine:
                 prefill bucket, and for each larger power of two up to the longest sequence.
             include_table: Also compile programs for penalties, biases, allowed and bad tokens and
                 min_new_tokens: three or more for each batch bucket.
+            include_masks: Also compile programs for `return_sampling_mask`: two for each batch
+                bucket.
 
         Raises:
             EngineStateError: while the engine sleeps or has no weights.
         """
         return self._calls.ask(
-            functools.partial(cmd.Warmup, include_score, include_table, self._progress)
+            functools.partial(
+                cmd.Warmup, include_score, include_table, include_masks, self._progress
+            )
         )
 
     @asks

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from sgljax_engine.sampling_params import LogprobOptions
 from sgljax_engine.types import FinishReason, PromptLogprobs, TopLogprobs
-
-if TYPE_CHECKING:
-    import numpy as np
 
 LogprobEntry = tuple[float | None, int, None]
 """(log-prob, token id, None), as SGLang reports it; in SGLang the last is the token's text."""
@@ -32,6 +31,8 @@ class RequestOutput:
         scaled_logprobs: log softmax(logits / temperature)[token], equal to `logprobs` at
             temperature 1 and when greedy. It is what Tunix recomputes on the trainer's side.
         extra_logprobs: What `LogprobOptions` asked for at each output token, else empty.
+        sampling_masks: For each output token, the int32 ids of those that it was drawn from, the
+            likeliest first; empty without `SamplingParams.return_sampling_mask`.
         prompt_logprobs: Log-probs of the prompt, if asked for; a stream has them in its first
             piece.
         logprob_options: Which log-probs were asked for.
@@ -73,6 +74,7 @@ class RequestOutput:
     token_weight_versions: list[int]
     routed_experts: np.ndarray | None = dataclasses.field(default=None, compare=False)
     draft_sources: list[int] = dataclasses.field(default_factory=list)
+    sampling_masks: list[np.ndarray] = dataclasses.field(default_factory=list, compare=False)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -97,8 +99,11 @@ class RequestOutput:
         `input_token_logprobs` of the prompt from `logprob_start_len` on, and
         `{input,output}_top_logprobs` and `{input,output}_token_ids_logprobs` with a list of triples
         for each position. `output_processed_logprobs` is this engine's own. `routed_experts` is
-        there unless it is None. With speculation there are also `draft_sources` and SGLang's
-        `spec_accept_token_num`, the number of output tokens that were drafts.
+        there unless it is None. With sampling masks there are SGLang's
+        `output_token_sampling_mask`, a list of ids for each token, and
+        `output_token_sampling_logprobs`, the tokens' log-probs over these. With speculation there
+        are also `draft_sources` and SGLang's `spec_accept_token_num`, the number of output tokens
+        that were drafts.
         """
         finish = self.finish
         meta: dict[str, Any] = {
@@ -122,6 +127,9 @@ class RequestOutput:
                 prompt = self.prompt_ids[self.logprob_options.start_len :]
                 meta["input_token_logprobs"] = _entries(self.prompt_logprobs.logprobs, prompt)
                 meta |= self._extras("input", self.prompt_logprobs.extras)
+        if self.sampling_masks:
+            meta["output_token_sampling_mask"] = [each.tolist() for each in self.sampling_masks]
+            meta["output_token_sampling_logprobs"] = list(self.processed_logprobs)
         if self.draft_sources:
             meta["spec_accept_token_num"] = sum(source > 0 for source in self.draft_sources)
             meta["draft_sources"] = list(self.draft_sources)
@@ -149,7 +157,7 @@ def _entries(logprobs: Sequence[float | None], ids: Sequence[int]) -> list[Logpr
 
 _PIECEWISE = (
     *("output_ids", "logprobs", "processed_logprobs", "scaled_logprobs", "extra_logprobs"),
-    *("token_weight_versions", "draft_sources"),
+    *("token_weight_versions", "draft_sources", "sampling_masks"),
 )
 """Lists of which each piece of a streamed request has its part."""
 

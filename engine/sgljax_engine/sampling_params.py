@@ -36,6 +36,11 @@ MAX_TOP_LOGPROBS = 128
 
 MAX_TOKEN_IDS_LOGPROB = 1024
 
+SAMPLING_MASK_SIZES = (64, 512)
+"""Most tokens that a reported sampling mask holds: of a top_k up to the first, and else."""
+
+MAX_SAMPLING_MASK = SAMPLING_MASK_SIZES[-1]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
@@ -82,6 +87,10 @@ class SamplingParams:
         reasoning_tags: Marks before and after the reasoning. If the text begins with the first,
             strings of `stop` count only after the second. An empty first mark means that the prompt
             has it. With None they count everywhere.
+        return_sampling_mask: Report which tokens each token was drawn from, so that a trainer can
+            normalise over the same ones. Then a top_k of -1, 0 or None keeps 512 tokens, and one
+            above 512 is refused. Tokens that are as likely as the last of a full mask (64 tokens
+            for a top_k up to 64, else 512) are left out.
     """
 
     n: int = 1
@@ -107,6 +116,7 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     decode_behind_prompt: bool = True
     reasoning_tags: tuple[str, str] | None = None
+    return_sampling_mask: bool = False
 
     def __new__(cls, **fields: Any) -> Self:
         """Refuses names that are no fields, as `from_dict` does."""
@@ -122,6 +132,11 @@ class SamplingParams:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise InvalidRequestError(f"{name} must be True or False, got {value!r}")
+        if self.return_sampling_mask and (self.top_k or -1) > MAX_SAMPLING_MASK:
+            raise InvalidRequestError(
+                f"top_k must be at most {MAX_SAMPLING_MASK} with return_sampling_mask=True, "
+                f"got {self.top_k!r}"
+            )
         if self.stop and not self.detokenize:
             raise InvalidRequestError(f"stop={list(self.stop)!r} needs detokenize=True, got False")
         forbidden = set(self.bad_token_ids)
@@ -235,6 +250,14 @@ class SamplingParams:
         )
 
     @property
+    def sampling_mask_size(self) -> int:
+        """Most tokens of a position's sampling mask; 0 without `return_sampling_mask`."""
+        if not self.return_sampling_mask:
+            return 0
+        small, large = SAMPLING_MASK_SIZES
+        return small if 0 < (self.top_k or 0) <= small else large
+
+    @property
     def has_penalties(self) -> bool:
         """True when logits depend on the tokens so far."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
@@ -311,6 +334,7 @@ _SWITCHES = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
     "decode_behind_prompt",
+    "return_sampling_mask",
 )
 
 

@@ -101,6 +101,16 @@ class PromptLogprobs(NamedTuple):
     extras: list[TopLogprobs | None]
 
 
+def to_csr(masks: Sequence[np.ndarray | Sequence[int]]) -> dict[str, np.ndarray]:
+    """Masks as vLLM's two arrays: token i has `token_ids[offsets[i] : offsets[i + 1]]`.
+
+    Returns:
+        `token_ids` int32 [N] and `offsets` int32 [len(masks) + 1].
+    """
+    offsets = np.cumsum([0, *map(len, masks)], dtype=np.int32)
+    return {"token_ids": np.concatenate(masks), "offsets": offsets}
+
+
 def prompt_key(prompt_ids: Sequence[int], lora: str | None) -> int:
     """A hash: equal for prompts with the same keys and values, nearly always unequal for others."""
     return hash((lora, *prompt_ids))
@@ -126,7 +136,8 @@ class Request:
     [tokens, num_layers, k] of `MoEConfig.id_dtype`, never changed in place. `state_slot` holds its
     recurrent state after `num_computed` tokens while it runs, for models that have one.
     `draft_sources` says who drafted each output token: 0 for nobody, else 1 plus an index in
-    `config.DRAFTERS`.
+    `config.DRAFTERS`. `sampling_masks` has the tokens that each output token was drawn from, if
+    `params` ask for them.
     """
 
     rid: str
@@ -152,6 +163,7 @@ class Request:
     scaled_logprobs: list[float] = dataclasses.field(default_factory=list)
     processed_logprobs: list[float] = dataclasses.field(default_factory=list)
     extra_logprobs: list[TopLogprobs] = dataclasses.field(default_factory=list)
+    sampling_masks: list[array[int]] = dataclasses.field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None
     pages: array[int] = dataclasses.field(default_factory=lambda: array("i"))
     state_slot: int = NO_STATE
@@ -320,9 +332,9 @@ class SchedulerOutput:
 class RowOutput(NamedTuple):
     """Results of one decode row in one dispatch: lists with one entry per token.
 
-    `extra_logprobs` is empty for rows that asked for none. `drafts` has the results of its drafts;
-    None if the dispatch had none. `is_finite` is False if no further token could be drawn, see
-    `errors.NonFiniteLogitsError`.
+    `extra_logprobs` and `sampling_masks` are empty for rows that asked for none. `drafts` has the
+    results of its drafts; None if the dispatch had none. `is_finite` is False if no further token
+    could be drawn, see `errors.NonFiniteLogitsError`.
     """
 
     token_ids: list[int]
@@ -333,6 +345,7 @@ class RowOutput(NamedTuple):
     extra_logprobs: Sequence[TopLogprobs] = ()
     drafts: RowVerified | None = None
     is_finite: bool = True
+    sampling_masks: Sequence[array[int]] = ()
 
 
 class StepTimes(NamedTuple):

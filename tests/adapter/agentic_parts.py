@@ -123,6 +123,7 @@ def make_cluster(
     in_consumer: bool = True,
     eos: int = EOS,
     training: dict[str, Any] | None = None,
+    sampling: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
     """A cluster on one device; the caller closes its rollout.
@@ -134,6 +135,7 @@ def make_cluster(
         in_consumer: Whether train examples are made on the training thread.
         eos: The end token.
         training: More fields of the RLTrainingConfig.
+        sampling: More fields of the RolloutConfig.
         **options: Of the rollout.
     """
     fields = {
@@ -147,7 +149,10 @@ def make_cluster(
     parts = make_parts(
         rollout_engine=engine or functools.partial(rollout, **{**SMALL, **options}),
         rollout_config=rollout_config(
-            max_tokens_to_generate=RESPONSE, return_logprobs=True, kv_cache_size=128
+            max_tokens_to_generate=RESPONSE,
+            return_logprobs=True,
+            kv_cache_size=128,
+            **(sampling or {}),
         ),
         training_config=RLTrainingConfig(**(fields | (training or {}))),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ RICH_PARAMS = SamplingParams(
     stop_token_ids=(1, 2),
     include_stop_str_in_output=True,
     skip_special_tokens=False,
+    return_sampling_mask=True,
 )
 
 
@@ -74,6 +76,7 @@ def make_request(
         scaled_logprobs=floats(num_tokens),
         processed_logprobs=floats(num_tokens),
         extra_logprobs=extras(num_tokens),
+        sampling_masks=[array("i", range(index, index + n + 1)) for n in range(num_tokens)],
         prompt_logprobs=PromptLogprobs([None, *floats(5)], [None, *extras(5)]),
         token_versions=sorted(rng.integers(0, 3, num_tokens).tolist()),
         num_cached=4,

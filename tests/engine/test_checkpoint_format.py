@@ -169,7 +169,7 @@ def test_any_checkpoint_comes_back_as_it_was(tmp_path, num_examples):
 
 def test_only_settings_that_differ_are_stored():
     params = SamplingParams(top_p=0.5, max_new_tokens=64)
-    plain = dataclasses.replace(make_request(1), params=params)
+    plain = dataclasses.replace(make_request(1), params=params, sampling_masks=[])
     assert plain.to_dict()["params"] == {"top_p": 0.5, "max_new_tokens": 64}
     with pytest.raises(CheckpointError, match="max_new_tokens must be a number, got None"):
         dataclasses.replace(plain, params=SamplingParams())
@@ -196,6 +196,7 @@ def make_live_request() -> Request:
         logprobs=[-1.0, -2.0, -3.0],
         scaled_logprobs=[-1.5, -2.5, -3.5],
         processed_logprobs=[0.0, -0.5, -0.25],
+        sampling_masks=[array("i", [7]), array("i", [8, 1]), array("i", [9, 2, 3])],
         token_versions=array("i", [1, 1, 2]),
         pages=array("i", [3, 4]),
         num_computed=4,
@@ -268,7 +269,8 @@ def test_every_field_of_a_request_is_kept_or_made_anew():
         ({"extra_logprobs": []}, "extra_logprobs must have 5 entries, got 0"),
         ({"prompt_ids": []}, "prompt_ids must not be empty"),
         ({"prompt_logprobs": PromptLogprobs([None], [None])}, "must have 6 entries, got 1"),
-        ({"params": SamplingParams(max_new_tokens=4)}, "5 tokens exceed"),
+        ({"params": dataclasses.replace(RICH_PARAMS, max_new_tokens=4)}, "5 tokens exceed"),
+        ({"sampling_masks": []}, "sampling_masks must have 5 entries, got 0"),
         ({"status": FINISHED}, "RequestStatus.FINISHED contradicts"),
         ({"error": "lost"}, "RequestStatus.RUNNING contradicts"),
         ({"age_s": math.nan}, "age_s must be float or int, finite and >= 0, got nan"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -245,6 +246,13 @@ ASKED = [
 ASKED_FOR = {"enable_deterministic_sampling": True}
 
 
+def check_close(found: Sequence[np.ndarray], expected: Sequence[Any]) -> None:
+    """Compares log-probs. XLA's exponentials on CPUs depend on the number of rows."""
+    tolerance = 0.0 if jax.default_backend() == "gpu" else 1e-6
+    for got, bits in zip(found, expected, strict=True):
+        np.testing.assert_allclose(got, np.frombuffer(bits.logprobs, np.float32), 0, tolerance)
+
+
 def check_engine(options: dict[str, Any], speculation: str) -> None:
     """The bits of requests alone; in one prefill; in chunks and retracted; and scored."""
     options = {**options, **ASKED_FOR}
@@ -255,14 +263,18 @@ def check_engine(options: dict[str, Any], speculation: str) -> None:
     for geometry in (SMALL, RETRACTING):
         given = {**geometry, **options, "speculation": speculation}
         with make_engine(given, SERVED) as engine:
-            check_bits(run(engine, ASKED, Way({})), expected)
+            found = run(engine, ASKED, Way({}))
+            if speculation == "off":
+                check_bits(found, expected)
+            assert [bits.tokens for bits in found] == [bits.tokens for bits in expected]
+            check_close([np.frombuffer(bits.logprobs, np.float32) for bits in found], expected)
             num_retractions = engine.get_internal_state().counters.num_retractions
             assert (num_retractions > 0) == (geometry is RETRACTING)
             texts = [
                 [*asked.prompt, *bits.tokens] for asked, bits in zip(ASKED, expected, strict=True)
             ]
             scores = engine.score(texts, start_lens=[len(asked.prompt) for asked in ASKED])
-    assert [each.tobytes() for each in scores] == [bits.logprobs for bits in expected]
+    check_close(scores, expected)
     assert len({bits.tokens for bits in expected}) > 5
 
 

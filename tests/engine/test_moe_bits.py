@@ -92,7 +92,7 @@ for count, sharded in ((6, "width"), (8, "experts")):
         held = inside.runner(engine).weights
         (shard,) = {s.data.shape for s in
                     held["model.layers.0.mlp.experts.gate_proj.weight"].addressable_shards}
-        assert shard == ((6, 6, 32) if sharded == "width" else (2, 24, 32)), shard
+        assert shard == ((6, 32, 6) if sharded == "width" else (2, 32, 24)), shard
         found, got = results(engine)
         assert found == ids, sharded
         np.testing.assert_allclose(got, logprobs, atol=1e-5)

@@ -99,6 +99,17 @@ class TestCompletions:
         own = served.engine.score([ids])[0].tolist()
         assert choice.logprobs.token_logprobs[1:] == pytest.approx(own, abs=1e-4)
 
+    def test_sampling_masks(self, served, client):
+        body = {**IDS, "return_sampling_mask": True, "top_k": 4}
+        (choice,) = complete(client, "the fox", seed=3, temperature=1, extra_body=body).choices
+        csr = choice.sampling_mask
+        assert len(csr["offsets"]) == len(choice.token_ids) + 1
+        assert csr["offsets"][-1] == len(csr["token_ids"]) <= 4 * len(choice.token_ids)
+        for place, token in enumerate(choice.token_ids):
+            begin, end = csr["offsets"][place : place + 2]
+            assert token in csr["token_ids"][begin:end]
+        assert len(choice.sampling_logprobs) == len(choice.token_ids)
+
     def test_samples_seed_and_stop(self, served, client):
         options = {"n": 3, "seed": 7, "temperature": 1, "stop": ["e"], "max_tokens": 20}
         found = [choice.text for choice in complete(client, "the fox", **options).choices]

@@ -50,6 +50,15 @@ class TestGenerate:
         ):
             same(reply, output)
 
+    def test_sampling_masks(self, served):
+        body = {"input_ids": PROMPTS[0], "sampling_params": {"top_k": 4, "seed": 3}}
+        own = {**body["sampling_params"], "return_sampling_mask": True}
+        output = served.engine.generate(**body | {"sampling_params": own})
+        same(served.ok("/generate", body | {"sampling_params": own}), output)
+        reply = served.ok("/generate", body | {"return_sampling_mask": True})
+        same(reply, output)
+        assert max(map(len, reply["meta_info"]["output_token_sampling_mask"])) == 4
+
     def test_text_and_default_parameters(self, served):
         params = {"max_new_tokens": 5, "seed": 3}
         reply = served.ok("/generate", {"text": "the fox", "sampling_params": params})

@@ -42,6 +42,7 @@ from tunix_sgljax.in_flight.policy_versions import (
     PolicyVersions,
 )
 from tunix_sgljax.in_flight.trajectories import VersionedCollectEngine
+from tunix_sgljax.replay import Replay, extended
 from tunix_sgljax.reward_functions import all_checked
 from tunix_sgljax.rollout import SglJaxRollout
 
@@ -62,9 +63,11 @@ class VersionedTrainExample(tunix_grpo.TrainExample):
     Attributes:
         token_versions: Policy versions of `completion_ids`; `NO_VERSION` (-1) at tokens of the
             environment and at padding. None where Tunix packed sequences. Shape: [B, C] int32.
+        sampling_masks: As of `ReplayTrainExample`; None without replay.
     """
 
     token_versions: jax.Array | np.ndarray | None = None
+    sampling_masks: np.ndarray | None = None
 
 
 class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
@@ -101,8 +104,9 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
         max_token_lag: int | None = None,
         failed_episodes: str = "raise",
         mask_retokenized: bool = False,
+        replay: str = "auto",
     ) -> None:
-        """Takes the arguments of Tunix's learner and four more options.
+        """Takes the arguments of Tunix's learner and five more options.
 
         Args:
             rl_cluster: Cluster with a SglJaxRollout.
@@ -123,6 +127,8 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
                 and ends only if as many groups in a row fail as a step has, at least two.
             mask_retokenized: Mask turns out of the loss that were sampled from other tokens than
                 those before them in the trained sequence.
+            replay: Whether to replay sampling masks, see `GrpoLearner`. Tunix's own mismatch
+                metrics stay those over the whole vocabulary.
 
         Raises:
             InvalidConfigError: names the option and its value.
@@ -142,6 +148,9 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
             agent_kwargs=agent_kwargs,
             env_class=env_class,
             env_kwargs=env_kwargs,
+        )
+        self._replay = Replay.choose(
+            replay, rl_cluster, rollout, algo_config.beta, _replay_problem(algo_config)
         )
         self._cluster = rl_cluster
         self._versioned_rollout = rollout
@@ -327,6 +336,8 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
         return VersionedRolloutOutput(
             **{field.name: getattr(result, field.name) for field in dataclasses.fields(result)},
             weight_versions=[row for output in outputs for row in output.weight_versions],
+            sampling_masks=[row for output in outputs for row in output.sampling_masks or ()]
+            or None,
         )
 
     # ------------------------------------------------------------------ train examples
@@ -369,10 +380,24 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
         examples = process(trajectories, mode, expected_step)
         width = self.algo_config.max_response_length
         versions_BC = np.stack([right_pad(row, width, NO_VERSION) for row in rows])
-        versioned = [_with_versions(example, versions_BC) for example in examples]
+        masks = [item.traj["sampling_masks"] for item in trajectories]
+        versioned = [self._versioned(example, versions_BC, masks, mode) for example in examples]
         if mode == _TRAIN and self._process_in_consumer:
             return [self._admit(example) for example in versioned]
         return list(versioned)
+
+    def _versioned(
+        self,
+        example: Any,
+        versions_BC: np.ndarray,
+        masks: Sequence[Sequence[np.ndarray]],
+        mode: tunix_cluster.Mode,
+    ) -> VersionedTrainExample:
+        """The example with what its tokens were sampled by, and from."""
+        fields: dict[str, Any] = {}
+        if self._replay is not None and mode == _TRAIN:
+            fields = self._replay.fields(example, masks)
+        return extended(example, VersionedTrainExample, token_versions=versions_BC, **fields)
 
     def _mask_failed(self, trajectories: list[Any]) -> None:
         """Masks all episodes of groups in which one failed; EpisodeError for too many."""
@@ -436,9 +461,14 @@ def _joined(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {name: [row[name][0] for row in rows] for name in rows[0]}
 
 
-def _with_versions(example: Any, versions_BC: np.ndarray) -> VersionedTrainExample:
-    fields = {field.name: getattr(example, field.name) for field in dataclasses.fields(example)}
-    return VersionedTrainExample(**fields, token_versions=versions_BC)
+def _replay_problem(config: tunix_grpo.GRPOConfig) -> str:
+    """Which option takes old log-probs from the trainer, over the whole vocabulary."""
+    if not config.use_rollout_logps:
+        return "needs GRPOConfig.use_rollout_logps=True, got False"
+    sampler_is = getattr(config, "sampler_is", None)
+    if sampler_is is not None:
+        return f"goes without GRPOConfig.sampler_is, got {sampler_is!r}"
+    return ""
 
 
 def _check_options(

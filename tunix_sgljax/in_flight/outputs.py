@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from tunix.rl.rollout.base_rollout import RolloutOutput
@@ -24,10 +25,31 @@ class VersionedRolloutOutput(RolloutOutput):
         weight_versions: For each completion an int32 array as long as its `tokens`: the engine's
             weight version that sampled each. They differ within a completion that was running
             during a weight update.
+        sampling_masks: For each completion the int32 ids that each of its `tokens` was drawn from;
+            None unless the rollout reports them. With them, `logprobs` are those over them.
     """
 
     routed_experts: list[np.ndarray | None] | None = dataclasses.field(default=None, kw_only=True)
     weight_versions: list[np.ndarray] = dataclasses.field(kw_only=True)
+    sampling_masks: list[list[np.ndarray]] | None = dataclasses.field(default=None, kw_only=True)
+
+    def rows(self, part: slice) -> VersionedRolloutOutput:
+        """The output of some completions."""
+
+        def some(values: list[Any] | None) -> list[Any] | None:
+            return None if values is None else values[part]
+
+        assert self.left_padded_prompt_tokens is not None
+        return VersionedRolloutOutput(
+            text=self.text[part],
+            logits=[],
+            tokens=self.tokens[part],
+            left_padded_prompt_tokens=self.left_padded_prompt_tokens[part],
+            logprobs=some(self.logprobs),
+            routed_experts=some(self.routed_experts),
+            weight_versions=self.weight_versions[part],
+            sampling_masks=some(self.sampling_masks),
+        )
 
 
 class OutputRecorder:
@@ -87,14 +109,4 @@ class PreparedOutputs:
                 f"generate is asked for {count} completions, and {left} are prepared"
             )
         self._local.num_given += count
-        part = slice(first, first + count)
-        assert output.left_padded_prompt_tokens is not None
-        return VersionedRolloutOutput(
-            text=output.text[part],
-            logits=[],
-            tokens=output.tokens[part],
-            left_padded_prompt_tokens=output.left_padded_prompt_tokens[part],
-            logprobs=None if output.logprobs is None else output.logprobs[part],
-            routed_experts=None if output.routed_experts is None else output.routed_experts[part],
-            weight_versions=output.weight_versions[part],
-        )
+        return output.rows(slice(first, first + count))

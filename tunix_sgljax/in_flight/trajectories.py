@@ -28,7 +28,8 @@ class VersionedCollectEngine(TrajectoryCollectEngine):
     """Collects one episode and, in Token mode, adds to its dict.
 
     `token_versions` is int32 and as long as `conversation_tokens`: the engine's weight version
-    that sampled each token of the assistant, `NO_VERSION` for the environment's. `model_call`
+    that sampled each token of the assistant, `NO_VERSION` for the environment's. `sampling_masks`
+    has the ids that each was drawn from, none for tokens that were not sampled. `model_call`
     must return a VersionedRolloutOutput. `num_turns` counts its calls; `num_retokenized` those that
     did not continue the tokens that are trained on. `has_failed` says that the episode has no
     tokens, since something of it failed and its group is dropped.
@@ -77,6 +78,7 @@ class VersionedCollectEngine(TrajectoryCollectEngine):
         if mode == "Token":
             steps = self.agent.trajectory.steps
             result["token_versions"] = token_versions(steps, self._outputs)
+            result["sampling_masks"] = token_masks(steps, self._outputs)
             result["num_turns"] = len(self._outputs)
             result["num_retokenized"] = len(self._retokenized)
             if self._rules.masks_retokenized:
@@ -134,6 +136,7 @@ class VersionedCollectEngine(TrajectoryCollectEngine):
             "original_input": task,
             "group_id": self.env.extra_kwargs.get("group_id"),
             "token_versions": nothing,
+            "sampling_masks": [],
             "num_turns": len(self._outputs),
             "num_retokenized": len(self._retokenized),
             "has_failed": True,
@@ -203,6 +206,20 @@ def token_versions(
         if step.env_tokens is not None:
             parts.append(np.full(len(step.env_tokens), NO_VERSION, np.int32))
     return np.concatenate(parts)
+
+
+def token_masks(
+    steps: Sequence[Step], outputs: Mapping[int, VersionedRolloutOutput]
+) -> list[np.ndarray]:
+    """The sampling masks along a conversation, as `token_versions`; empty where there is none."""
+    found: list[np.ndarray] = []
+    nothing = np.zeros(0, np.int32)
+    for number, step in enumerate(steps):
+        masks = outputs[number].sampling_masks if number in outputs else None
+        sampled = masks[0] if masks and step.assistant_tokens is not None else []
+        lengths = [0 if x is None else len(x) for x in (step.assistant_tokens, step.env_tokens)]
+        found += [*sampled, *[nothing] * (sum(lengths) - len(sampled))]
+    return found
 
 
 def _assistant_versions(

@@ -27,6 +27,7 @@ from tunix_sgljax.long_tail.config import OverSampling
 from tunix_sgljax.long_tail.feed import ROW, PromptFeed, Row
 from tunix_sgljax.long_tail.groups import GroupsInFlight, to_output
 from tunix_sgljax.padding import right_pad
+from tunix_sgljax.replay import Replay, extended
 from tunix_sgljax.reward_functions import all_checked
 from tunix_sgljax.rollout import SglJaxRollout
 
@@ -48,9 +49,11 @@ class PartialTrainExample(tunix_grpo.TrainExample):
     Attributes:
         token_versions: Policy versions of `completion_ids`: the global step whose weights sampled
             each; `NO_VERSION` (-1) at padding. Shape: [B, C] int32.
+        sampling_masks: As of `ReplayTrainExample`; None without replay.
     """
 
     token_versions: np.ndarray | None = None
+    sampling_masks: np.ndarray | None = None
 
 
 class OverSamplingGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
@@ -80,8 +83,9 @@ class OverSamplingGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
         data_shuffle_seed: int | None = None,
         *,
         over_sampling: OverSampling | None = None,
+        replay: str = "auto",
     ) -> None:
-        """Takes the arguments of Tunix's learner and one more.
+        """Takes the arguments of Tunix's learner and two more.
 
         Args:
             rl_cluster: Cluster with a SglJaxRollout.
@@ -90,6 +94,7 @@ class OverSamplingGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
             metric_fns: More metrics.
             data_shuffle_seed: Seed of the order of train examples.
             over_sampling: How many groups a step asks for; None takes the defaults.
+            replay: Whether to replay sampling masks, see `GrpoLearner`.
 
         Raises:
             InvalidConfigError: names the option that cannot be right with groups that live through
@@ -104,6 +109,7 @@ class OverSamplingGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
             metric_fns=metric_fns,
             data_shuffle_seed=data_shuffle_seed,
         )
+        self._replay = Replay.choose(replay, rl_cluster, rollout, algo_config.beta)
         self._cluster = rl_cluster
         self._config = config
         self._keeps_prompts = config.keeps_prompts
@@ -239,12 +245,12 @@ class OverSamplingGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
         """Adds the versions of tokens, and with carried groups their log-probs."""
         assert output.logprobs is not None
         rows = [self._versions.translate(versions) for versions in output.weight_versions]
-        fields = {f.name: getattr(example, f.name) for f in dataclasses.fields(example)}
+        fields: dict[str, Any] = {}
         if self._config.carries:
-            old_BC = np.zeros((len(rows), width), np.float32)
-            for row, logps in zip(old_BC, output.logprobs, strict=True):
-                row[: len(logps)] = logps
-            fields["old_per_token_logps"] = jnp.asarray(old_BC)
+            old_BC = right_pad(output.logprobs, width, 0.0)
+            example = dataclasses.replace(example, old_per_token_logps=jnp.asarray(old_BC))
+        if self._replay is not None:
+            fields = self._replay.fields(example, output.sampling_masks or (), output.logprobs)
         ages = self._cluster.global_steps - np.concatenate(rows)
         self._cluster.buffer_metrics(
             {
@@ -258,7 +264,7 @@ class OverSamplingGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
             mode=_TRAIN,
         )
         versions_BC = right_pad(rows, width, NO_VERSION)
-        return PartialTrainExample(**fields, token_versions=versions_BC)
+        return extended(example, PartialTrainExample, token_versions=versions_BC, **fields)
 
 
 def _without_advantages(example: Any, is_ended_B: np.ndarray) -> Any:

@@ -31,6 +31,7 @@ class SamplingReader:
         self._lock = threading.Lock()
         self._num_calls: dict[int, int] = {}
         self._first_call = 0
+        self._reports_masks = False
         self._memory: ConfigMemory[SamplingParams] = ConfigMemory()
 
     def bind(self, training: RolloutConfig) -> None:
@@ -39,15 +40,21 @@ class SamplingReader:
         self._training = training
         self._memory.clear()
 
+    def report_masks(self) -> None:
+        """Makes all requests from now on report their sampling masks."""
+        self._reports_masks = True
+        self._memory.clear()
+
     def params(
         self, config: RolloutConfig, *, shows_special_tokens: bool = False
     ) -> SamplingParams:
         def read() -> SamplingParams:
+            masks = {"return_sampling_mask": True} if self._reports_masks else {}
             return sampling.to_sampling_params(
                 with_training_kwargs(config, self._training),
                 end_ids=self._end_ids,
                 seed=None,
-                extra=self._extra,
+                extra={**self._extra, **masks},
                 shows_special_tokens=shows_special_tokens,
             )
 
@@ -107,8 +114,11 @@ def to_rollout_output(
     rows = [
         (output, padding.num_before_end(output.output_ids, pad_id, end_ids)) for output in outputs
     ]
-    logprobs = None
-    if config.return_logprobs:
+    logprobs = masks = None
+    if any(output.sampling_masks for output in outputs):
+        masks = [output.sampling_masks[:length] for output, length in rows]
+        logprobs_mode = "processed_logprobs"
+    if config.return_logprobs or masks is not None:
         logprobs = [
             np.asarray(sampling.pick_logprobs(output, logprobs_mode)[:length], np.float32)
             for output, length in rows
@@ -133,6 +143,7 @@ def to_rollout_output(
         weight_versions=[
             np.asarray(output.token_weight_versions[:length], np.int32) for output, length in rows
         ],
+        sampling_masks=masks,
     )
 
 

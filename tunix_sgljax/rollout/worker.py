@@ -42,6 +42,7 @@ from tunix_sgljax.rollout.generating import (
 from tunix_sgljax.rollout.noise import Noise
 from tunix_sgljax.rollout.prompts import PromptEncoder
 from tunix_sgljax.rollout.sampler import RolloutSampler
+from tunix_sgljax.rollout.truncation import TruncationAdvice
 from tunix_sgljax.rollout_config import engine_options
 from tunix_sgljax.rollout_config.checks import FieldChecker, check_axis_types
 from tunix_sgljax.rollout_config.memory import ConfigMemory
@@ -175,6 +176,7 @@ class SglJaxRollout(BaseRollout):
         self._field_checker = FieldChecker(is_strict=is_strict)
         self._checked: ConfigMemory[None] = ConfigMemory()
         self._batch_advice: str | None = None
+        self._advice = TruncationAdvice()
         self._idle_policy = IdlePolicy(
             releases_kv=sampling.check_flag("release_kv_between_steps", release_kv_between_steps)
         )
@@ -210,6 +212,7 @@ class SglJaxRollout(BaseRollout):
         self._follower.bind(cluster)
         self._batch_advice = micro_batch_advice(cluster)
         self._joins_calls = joins_calls(cluster)
+        self._advice.is_due = cluster is not None
         self._bind(rollout_config, configs_by_mode(cluster, rollout_config))
 
     def _bind(self, rollout_config: RolloutConfig, configs: Mapping[str, RolloutConfig]) -> None:
@@ -280,6 +283,18 @@ class SglJaxRollout(BaseRollout):
     def logprobs_mode(self) -> str:
         """Which log-probs `return_logprobs` returns."""
         return self._logprobs_mode
+
+    def sampling_params_of(self, rollout_config: RolloutConfig) -> SamplingParams:
+        """What a call with this config samples with, without a seed."""
+        return self._sampling.params(rollout_config)
+
+    def report_sampling_masks(self) -> None:
+        """Makes `generate` return the tokens that each token was drawn from, from now on.
+
+        They are `sampling_masks` of its outputs. Filters keep at most 512 tokens then.
+        """
+        self._sampling.report_masks()
+        self._advice.is_due = False
 
     def check_comparable(self, rollout_config: RolloutConfig) -> None:
         """Refuses a config under which `generate` returns log-probs that no trainer computes.
@@ -380,6 +395,7 @@ class SglJaxRollout(BaseRollout):
             output = self.to_output(prompt_ids, outputs, rollout_config)
             if self._match is not None and rollout_config.return_logprobs:
                 output.logprobs = self._matched_logprobs(self._match, output, rollout_config)
+        self._advice.look(params[0], outputs)
         self._recorder.add(output)
         return output
 

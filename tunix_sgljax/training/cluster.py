@@ -22,7 +22,7 @@ from tunix.sft.metrics_logger import MetricsLoggerOptions
 from tunix.sft.profiler import ProfilerOptions
 
 from sgljax_engine import InvalidConfigError, load_model_config
-from tunix_sgljax.factory import RLCluster
+from tunix_sgljax.factory import GrpoLearner, PpoLearner, RLCluster
 from tunix_sgljax.long_tail import OverSampling, OverSamplingGrpoLearner
 from tunix_sgljax.observability.progress import Progress
 from tunix_sgljax.rollout import SglJaxRollout
@@ -222,10 +222,10 @@ def make_learner(
     algorithm, reward_fns = make_algorithm(config), task.reward_fns
     if isinstance(algorithm, PPOConfig):
         whole = [whole_numbers(fn) for fn in reward_fns]
-        return PPOLearner(cluster, algorithm, whole, metric_fns=metric_fns)
+        return PpoLearner(cluster, algorithm, whole, metric_fns=metric_fns)
     over_sampling = make_over_sampling(config)
     if over_sampling is None:
-        return GRPOLearner(cluster, algorithm, reward_fns, metric_fns)
+        return GrpoLearner(cluster, reward_fns, algorithm, metric_fns)
     if over_sampling.known_rewards is not None:
         known_rewards = task.with_columns(over_sampling.known_rewards)
         over_sampling = dataclasses.replace(over_sampling, known_rewards=known_rewards)

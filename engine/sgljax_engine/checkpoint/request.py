@@ -18,6 +18,7 @@ from sgljax_engine.types import (
     RequestStatus,
     TopLogprobs,
     prompt_key,
+    to_csr,
 )
 
 FRESH = frozenset(
@@ -51,6 +52,7 @@ _PER_TOKEN = (
     "scaled_logprobs",
     "processed_logprobs",
     "extra_logprobs",
+    "sampling_masks",
     "token_versions",
 )
 _DTYPES: dict[str, type[np.generic]] = {
@@ -80,6 +82,7 @@ class RequestCheckpoint:
         output_ids, logprobs, scaled_logprobs, processed_logprobs, token_versions: One entry a
             token; log-probs are float32.
         extra_logprobs: One entry a token if `logprob_options` asks for them, else empty.
+        sampling_masks: One array of C ints a token if `params` ask for them, else empty.
         prompt_logprobs: None before the prompt was scored.
         num_cached, num_retractions, num_cache_misses: As in `Request`.
         age_s: Seconds since it was submitted.
@@ -102,6 +105,7 @@ class RequestCheckpoint:
     scaled_logprobs: list[float] = dataclasses.field(default_factory=list)
     processed_logprobs: list[float] = dataclasses.field(default_factory=list)
     extra_logprobs: list[TopLogprobs] = dataclasses.field(default_factory=list)
+    sampling_masks: list[Sequence[int]] = dataclasses.field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None
     token_versions: list[int] = dataclasses.field(default_factory=list)
     num_cached: int = 0
@@ -114,8 +118,12 @@ class RequestCheckpoint:
         check_scalars(self, f"request {self.rid!r}")
         num_tokens, limit = len(self.output_ids), self.params.max_new_tokens
         has_extras = self.logprob_options.has_extras
+        on_request = {
+            "extra_logprobs": has_extras,
+            "sampling_masks": self.params.return_sampling_mask,
+        }
         for name in _PER_TOKEN:
-            num_expected = num_tokens if has_extras or name != "extra_logprobs" else 0
+            num_expected = num_tokens if on_request.get(name, True) else 0
             self._check_length(name, getattr(self, name), num_expected)
         if not self.rid or not self.prompt_ids:
             raise self._error("rid and prompt_ids must not be empty")
@@ -219,6 +227,9 @@ class RequestCheckpoint:
         except OverflowError as error:
             raise self._error(f"a token or a version is no int32: {error}") from error
         found |= _extra_arrays("extra_logprobs", found.pop("extra_logprobs"))
+        masks = found.pop("sampling_masks")
+        if masks:
+            found |= {f"sampling_masks.{part}": array for part, array in to_csr(masks).items()}
         if scored is not None:  # the prompt's first token has none
             known = [each for each in scored.logprobs if each is not None]
             found["prompt_logprobs"] = np.asarray(known, np.float32)
@@ -248,6 +259,7 @@ class RequestCheckpoint:
                 "status": RequestStatus(fields["status"]),
                 "finish": None if finish is None else FinishReason(**finish),
                 "extra_logprobs": _pop_extras(fields, "extra_logprobs"),
+                "sampling_masks": _pop_masks(fields),
             }
             return cls(**fields)
         except CheckpointError:
@@ -281,6 +293,18 @@ def _extra_arrays(name: str, entries: Sequence[TopLogprobs]) -> dict[str, np.nda
         f"{name}.{part}": np.asarray(column, dtype)
         for (part, dtype), column in zip(_EXTRAS.items(), columns, strict=True)
     }
+
+
+def _pop_masks(fields: dict[str, Any]) -> list[Sequence[int]]:
+    """Removes the arrays of `to_csr`, and returns the masks."""
+    if "sampling_masks.offsets" not in fields:
+        return []
+    ids, offsets = (
+        _pop_array(fields, f"sampling_masks.{part}", np.int32) for part in ("token_ids", "offsets")
+    )
+    if not (len(offsets) and offsets[0] == 0 and offsets[-1] == len(ids)):
+        raise ValueError("sampling_masks.offsets must go from 0 to the number of token_ids")
+    return [array("i", each.tobytes()) for each in np.split(ids, offsets[1:-1])]
 
 
 def _pop_extras(fields: dict[str, Any], name: str) -> list[Any]:

@@ -291,6 +291,7 @@ def _output(news: _News, span: slice, text: str, finish: FinishReason | None) ->
         processed_logprobs=request.processed_logprobs[span],
         scaled_logprobs=request.scaled_logprobs[span],
         extra_logprobs=request.extra_logprobs[span],
+        sampling_masks=[np.asarray(each) for each in request.sampling_masks[span]],
         prompt_logprobs=request.prompt_logprobs if span.start == 0 else None,
         logprob_options=request.logprob_options,
         prompt_ids=request.prompt_ids,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import numpy as np
 from sgljax_engine.errors import EngineError
 from sgljax_engine.runner.programs.decode import DecodeOutput
 from sgljax_engine.sampling.logprobs import ExtraLogprobs
-from sgljax_engine.sampling_params import LogprobOptions
+from sgljax_engine.sampling_params import LogprobOptions, SamplingParams
 from sgljax_engine.speculation.plan import RowVerified
 from sgljax_engine.types import Request, RowOutput, StepOutput, StepTimes, TopLogprobs
 
@@ -104,6 +105,7 @@ def row_outputs(result: DecodeOutput, rows: Sequence[Request]) -> list[RowOutput
             _row_extras(result.extras, row, count, rows[row].logprob_options),
             drafts,
             bool(finite[row]),
+            _row_masks(result.masks, row, ids[:count], rows[row].params),
         )
         for row, (count, drafts, ids, raw, scaled, processed) in enumerate(
             zip(counts, _row_drafts(result, counts), *columns, strict=True)
@@ -118,6 +120,19 @@ def _row_drafts(result: DecodeOutput, counts: Sequence[int]) -> Sequence[RowVeri
     columns = (result.drafts.sources.T.tolist(), result.drafts.num_drafted.T.tolist())
     places = zip(counts, *columns, strict=False)  # padding rows behind
     return [RowVerified(sources[:count], drafted) for count, sources, drafted in places]
+
+
+def _row_masks(
+    masks: np.ndarray | jax.Array | None, row: int, ids: Sequence[int], params: SamplingParams
+) -> Sequence[array[int]]:
+    """The sampling mask of each token, for rows that report them."""
+    if masks is None or not params.return_sampling_mask:
+        return ()
+    if params.temperature == 0.0:
+        return [array("i", [token]) for token in ids]
+    kept = np.asarray(masks[: len(ids), row])
+    counts = np.sum(kept >= 0, axis=1)
+    return [array("i", each[:count].tobytes()) for each, count in zip(kept, counts, strict=True)]
 
 
 def _row_extras(

@@ -30,6 +30,7 @@ from sgljax_engine.runner.batches.drafts import build_draft_batch
 from sgljax_engine.runner.batches.page_ids import build_copies, build_state_copies
 from sgljax_engine.runner.batches.sampling import (
     build_logprob_batch,
+    build_mask_batch,
     build_sampling_batch,
     build_table,
 )
@@ -254,6 +255,7 @@ class ModelRunner:
         options = RowOptions(
             build_table(rows, size, vocab_size, num_tokens),
             build_logprob_batch(rows, size, vocab_size),
+            build_mask_batch(rows, size),
         )
         max_finished = output.max_finished or rows_above_smaller_bucket(
             self.shapes.batch_buckets, len(rows)

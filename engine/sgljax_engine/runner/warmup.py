@@ -15,11 +15,16 @@ from sgljax_engine.runner.batches.page_ids import (
     build_state_copies,
     no_windows,
 )
-from sgljax_engine.runner.batches.sampling import build_sampling_batch, empty_table, table_buckets
+from sgljax_engine.runner.batches.sampling import (
+    build_sampling_batch,
+    empty_table,
+    mask_batch,
+    table_buckets,
+)
 from sgljax_engine.runner.compile.compiled import ProgramCall
 from sgljax_engine.runner.programs.decode import RowOptions
 from sgljax_engine.runner.runner import ModelRunner
-from sgljax_engine.sampling.table import SamplingTable
+from sgljax_engine.sampling_params import SAMPLING_MASK_SIZES
 from sgljax_engine.types import Request
 
 
@@ -27,25 +32,27 @@ class Warmup:
     def __init__(self, runner: ModelRunner, *, forbid_compile: bool) -> None:
         self._runner = runner
         self._forbid_compile = forbid_compile
-        self._has_score = self._has_table = False
+        self._has_score = self._has_table = self._has_masks = False
 
     def compile_all(
         self,
         *,
         include_score: bool = False,
         include_table: bool = False,
+        include_masks: bool = False,
         progress: ProgressListener | None = None,
     ) -> int:
         """Compiles and runs every program but those left out; returns how many were new.
 
-        Programs of `Scorer.score`, and decode buckets for rows that change logits, are asked for.
+        Programs of `Scorer.score`, and decode buckets for rows that change logits or report
+        sampling masks, are asked for.
         """
         runner, programs, kv_memory = self._runner, self._runner.programs, self._runner.kv_memory
         kv_memory.allocate()
         before, was_sealed = programs.num_compiles, programs.is_sealed
         programs.is_sealed = False
         try:
-            calls = list(warm_calls(runner, include_score, include_table))
+            calls = list(warm_calls(runner, include_score, include_table, include_masks))
             num_new = programs.count_new(calls)
             with reporting(progress, "compile programs", num_new, "program") as advance:
                 programs.compile(calls, kv_memory.state(runner.weights), lambda: advance(1))
@@ -61,6 +68,7 @@ class Warmup:
         programs.is_sealed = self._forbid_compile
         self._has_score |= include_score
         self._has_table |= include_table
+        self._has_masks |= include_masks
         return programs.num_compiles - before
 
     def check(self, request: Request) -> None:
@@ -69,6 +77,12 @@ class Warmup:
         needs = ""
         if params.changes_logits and not self._has_table:
             needs = "warmup(include_table=True), since it changes logits"
+        elif params.return_sampling_mask and not self._has_masks:
+            needs = "warmup(include_masks=True), since it reports sampling masks"
+        elif params.return_sampling_mask and params.changes_logits:
+            needs = (
+                "programs for sampling masks of rows that change logits, which warmup leaves out"
+            )
         elif options.start_len >= 0 and not self._has_score:
             needs = "warmup(include_score=True), since it asks for prompt log-probs"
         elif options.has_extras:
@@ -78,7 +92,7 @@ class Warmup:
 
 
 def warm_calls(
-    runner: ModelRunner, include_score: bool, include_table: bool
+    runner: ModelRunner, include_score: bool, include_table: bool, include_masks: bool = False
 ) -> Iterator[ProgramCall]:
     """A call of every program; those that take longest to compile come first."""
     shapes = runner.shapes
@@ -87,9 +101,12 @@ def warm_calls(
     for size in shapes.batch_buckets:
         widths = table_buckets(vocab_size) if include_table else ()
         tables = [None, *(empty_table(size, width, vocab_size) for width in widths)]
-        for table in tables:
+        most = [np.full(size, most, np.int32) for most in SAMPLING_MASK_SIZES if include_masks]
+        choices = [RowOptions(table) for table in tables]
+        choices += [RowOptions(masks=mask_batch(each)) for each in most]
+        for options in choices:
             for row_tokens in runner.row_tokens(size):
-                yield _decode_call(runner, size, row_tokens, table)
+                yield _decode_call(runner, size, row_tokens, options)
     for size in shapes.token_buckets:
         batch = empty_prefill_batch(
             size,
@@ -112,7 +129,7 @@ def warm_calls(
 
 
 def _decode_call(
-    runner: ModelRunner, size: int, row_tokens: int, table: SamplingTable | None
+    runner: ModelRunner, size: int, row_tokens: int, options: RowOptions
 ) -> ProgramCall:
     """A dispatch of rows that take no step."""
     shapes, drafts = runner.shapes, None
@@ -129,7 +146,7 @@ def _decode_call(
         assert shapes.text_sizes is not None
         drafts = build_draft_batch([], size, shapes.text_sizes, row_tokens)
     sampling, none = build_sampling_batch([], size), np.int32(0)
-    return ProgramCall("decode", (rows, sampling, RowOptions(table), drafts, none, none))
+    return ProgramCall("decode", (rows, sampling, options, drafts, none, none))
 
 
 def largest(calls: Iterable[ProgramCall]) -> list[ProgramCall]:

@@ -60,25 +60,38 @@ def argmax(values_BV: jax.Array, num_shards: int) -> jax.Array:
     return token_at(block, offset, values_BV.shape[1], num_shards)
 
 
-def largest(values_BV: jax.Array, num_shards: int) -> jax.Array:
-    """The `NUM_SORTED` largest entries [B, N] of each row, descending; all of a small vocabulary.
+def largest(
+    values_BV: jax.Array, num_shards: int, count: int = NUM_SORTED
+) -> tuple[jax.Array, jax.Array]:
+    """The `count` largest entries of each row, descending; all of a small vocabulary.
 
     They lie in the N groups with the largest maxima, since each of these maxima is at least as
     large as every entry of the other groups.
+
+    Returns:
+        The entries, and their tokens int32; both [B, N]. Of entries that equal the last one, other
+        tokens may have been left out.
     """
     batch, vocab_size = values_BV.shape
-    if vocab_size < NUM_SORTED * _GROUP:
-        return lax.top_k(values_BV, min(NUM_SORTED, vocab_size))[0]
+    if vocab_size < count * _GROUP:
+        values, tokens = lax.top_k(values_BV, min(count, vocab_size))
+        return values, tokens.astype(jnp.int32)
     padded = _padded_shards(values_BV, _GROUP, -jnp.inf, num_shards)
     grouped = padded.reshape(batch, num_shards, _GROUP, -1)
+    num_groups = grouped.shape[3]
     maxima = jnp.max(grouped, axis=2)
-    groups = lax.top_k(maxima.reshape(batch, -1), NUM_SORTED)[1]
+    groups = lax.top_k(maxima.reshape(batch, -1), count)[1].astype(jnp.int32)
+    first = groups // num_groups * (vocab_size // num_shards) + groups % num_groups
+    member = jnp.arange(_GROUP, dtype=jnp.int32) * num_groups
     if num_shards == 1:
         entries = jnp.take_along_axis(grouped[:, 0], groups[:, None, :], axis=2)
+        tokens = first[:, None, :] + member[None, :, None]
     else:
         by_group = grouped.swapaxes(2, 3).reshape(batch, -1, _GROUP)
         entries = jnp.take_along_axis(by_group, groups[:, :, None], axis=1)
-    return lax.top_k(entries.reshape(batch, -1), NUM_SORTED)[0]
+        tokens = first[:, :, None] + member[None, None]
+    values, index = lax.top_k(entries.reshape(batch, -1), count)
+    return values, jnp.take_along_axis(tokens.reshape(batch, -1), index, axis=1)
 
 
 def _padded_shards(values_BV: jax.Array, multiple: int, fill: float, num_shards: int) -> jax.Array:

@@ -108,7 +108,7 @@ def top_threshold(
         num_shards: As for `sampler.sample`.
     """
     vocab_size = logits_BV.shape[1]
-    top_BN = largest(logits_BV, num_shards)
+    top_BN, _ = largest(logits_BV, num_shards)
     kth = _kth_largest(logits_BV, top_BN, filters.top_k)
     kept_BV = jnp.where(logits_BV >= kth[:, None], weights_BV, 0.0)
     total = sum_blocks(kept_BV, num_shards)

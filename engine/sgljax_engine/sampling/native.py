@@ -10,15 +10,16 @@ import sgljax_cpu
 from sgljax_engine.sampling.blocks import largest
 from sgljax_engine.sampling.filters import Filters, min_p_threshold
 from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch, Logprobs
+from sgljax_engine.sampling.masks import drop_ties
 from sgljax_engine.sampling.race import uniform
-from sgljax_engine.sampling.sampler import Sampler, SamplingBatch
+from sgljax_engine.sampling.sampler import Drawn, Sampler, SamplingBatch
 
 
-def _draw(
-    choices_BV: jax.Array, rows: SamplingBatch, num_shards: int
-) -> tuple[jax.Array, jax.Array]:
+def _draw(choices_BV: jax.Array, rows: SamplingBatch, num_shards: int) -> Drawn:
     del num_shards  # one device
     threshold = find_threshold(choices_BV, rows.filters)
+    if rows.max_kept is not None:
+        threshold = drop_ties(choices_BV, threshold, rows.max_kept)
     numbers = uniform(rows.seed, rows.step)
 
     def draw(
@@ -28,7 +29,8 @@ def _draw(
         sums = sgljax_cpu.sum_weights(choices, peaks, temperature, threshold)
         return sgljax_cpu.draw(choices, peaks, sums, temperature, threshold, numbers)
 
-    return sgljax_cpu.fuse(draw)(choices_BV, rows.temperature, threshold, numbers)
+    token, processed = sgljax_cpu.fuse(draw)(choices_BV, rows.temperature, threshold, numbers)
+    return Drawn(token, processed, threshold)
 
 
 def find_threshold(choices_BV: jax.Array, filters: Filters) -> jax.Array:
@@ -44,7 +46,7 @@ def find_threshold(choices_BV: jax.Array, filters: Filters) -> jax.Array:
             lambda: sgljax_cpu.top_threshold(
                 choices_BV,
                 peaks,
-                largest(choices_BV, 1),
+                largest(choices_BV, 1)[0],
                 filters.top_k,
                 filters.top_p,
                 filters.inverse_temperature,

@@ -14,13 +14,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgljax_engine.sampling.blocks import argmax, pick, sum_blocks
-from sgljax_engine.sampling.filters import Filters, min_p_threshold, top_threshold
+from sgljax_engine.sampling.filters import KEEP_ALL, Filters, min_p_threshold, top_threshold
 from sgljax_engine.sampling.logprobs import (
     ExtraLogprobs,
     LogprobBatch,
     Logprobs,
     token_logprobs,
 )
+from sgljax_engine.sampling.masks import MaskBatch, drop_ties, find_mask
 from sgljax_engine.sampling.race import race
 
 
@@ -30,6 +31,7 @@ class SamplingBatch(NamedTuple):
     Shape (all [B] unless said): temperature: float32; 0 is greedy. filters: See `Filters`. seed:
         [B, 2] uint32, a threefry key. step: int32, number of tokens that the request has generated;
         with `seed` it fixes the draw. stop_ids: [B, MAX_STOP_TOKEN_IDS] int32, padded with -1.
+        max_kept: int32, see `MaskBatch.most`; None if no row reports its mask.
     """
 
     temperature: jax.Array
@@ -37,6 +39,19 @@ class SamplingBatch(NamedTuple):
     seed: jax.Array
     step: jax.Array
     stop_ids: jax.Array
+    max_kept: jax.Array | None = None
+
+
+class Drawn(NamedTuple):
+    """Shape: all [B].
+
+    token: int32. processed_logprob: float32, as of `Sampled`. least: float32, the smallest logit
+        that the row's filters keep; no meaning for greedy rows.
+    """
+
+    token: jax.Array
+    processed_logprob: jax.Array
+    least: jax.Array
 
 
 class Sampled(NamedTuple):
@@ -44,11 +59,13 @@ class Sampled(NamedTuple):
 
     token: int32.
     logprob: float32, log softmax(logits)[token]: raw. NaN for rows that no token can be drawn from:
-        if a logit is NaN or +inf, or all that the row allows are -inf.
+        if a logit is NaN or +inf, all that the row allows are -inf, or more tokens than its mask
+        holds share the largest one.
     scaled_logprob: float32, log softmax(logits / temperature)[token]; `logprob` when greedy.
     processed_logprob: float32, log-prob of the token in the distribution that it was drawn from,
         after adjustments, temperature and filters; 0 when greedy.
     extras: See `Logprobs`.
+    mask: [B, N] int32, see `find_mask`; None if no row reports it.
     """
 
     token: jax.Array
@@ -56,16 +73,17 @@ class Sampled(NamedTuple):
     scaled_logprob: jax.Array
     processed_logprob: jax.Array
     extras: ExtraLogprobs | None = None
+    mask: jax.Array | None = None
 
 
 class Sampler(NamedTuple):
     """The functions of a backend. Hashable.
 
-    `draw` gives tokens [B] int32 and their processed log-probs for logits [B, V] to draw from,
-    rows, and the number of shards. A row does not depend on the others.
+    `draw` takes logits [B, V] to draw from, rows, and the number of shards. A row does not depend
+    on the others.
     """
 
-    draw: Callable[[jax.Array, SamplingBatch, int], tuple[jax.Array, jax.Array]]
+    draw: Callable[[jax.Array, SamplingBatch, int], Drawn]
     logprobs: Callable[[jax.Array, jax.Array, jax.Array, LogprobBatch | None], Logprobs]
 
 
@@ -77,6 +95,7 @@ def sample(
     num_shards: int = 1,
     sampler: Sampler | None = None,
     others: LogprobBatch | None = None,
+    masks: MaskBatch | None = None,
 ) -> Sampled:
     """Draws one token per row. The result of a row does not depend on the other rows.
 
@@ -86,22 +105,26 @@ def sample(
     vocabulary, each an equal part of it.
     """
     sampler = XLA if sampler is None else sampler
-    rows = rows._replace(step=rows.step + step_offset)
+    max_kept = None if masks is None else masks.most
+    rows = rows._replace(step=rows.step + step_offset, max_kept=max_kept)
     choices_BV = logits_BV if adjusted_BV is None else adjusted_BV
     # In memory: else XLA may compute them again elsewhere, and round otherwise.
     logits_BV, choices_BV = lax.optimization_barrier((logits_BV, choices_BV))
     # Separate, so that adjusted logits do not change the rest.
-    token, processed = sampler.draw(choices_BV, rows, num_shards)
+    drawn = sampler.draw(choices_BV, rows, num_shards)
+    token, mask = drawn.token, None
     found = sampler.logprobs(logits_BV, token, rows.temperature, others)
     raw = found.raw
+    if masks is not None:
+        mask = find_mask(choices_BV, drawn.least, masks.ranks.shape[0], num_shards)
+        is_empty = (mask[:, 0] < 0) & (rows.temperature > 0)
+        raw = jnp.where(is_empty & (masks.most < KEEP_ALL), jnp.nan, raw)
     if adjusted_BV is not None:  # the model's logits may be finite where all allowed ones are not
         raw = jnp.where(jnp.isfinite(pick(choices_BV, token)), raw, jnp.nan)
-    return Sampled(token, raw, found.scaled, processed, found.extras)
+    return Sampled(token, raw, found.scaled, drawn.processed_logprob, found.extras, mask)
 
 
-def _draw(
-    choices_BV: jax.Array, rows: SamplingBatch, num_shards: int
-) -> tuple[jax.Array, jax.Array]:
+def _draw(choices_BV: jax.Array, rows: SamplingBatch, num_shards: int) -> Drawn:
     is_greedy = rows.temperature == 0.0
     peak = jnp.max(choices_BV, axis=-1)
     scaled_BV = (choices_BV - peak[:, None]) / divisor(rows.temperature)[:, None]
@@ -111,20 +134,29 @@ def _draw(
     filters = rows.filters
     is_filtering = filters.has_top(choices_BV.shape[1]) | filters.has_min_p
 
-    def filtered() -> tuple[jax.Array, jax.Array]:
+    everything = jnp.full_like(peak, -jnp.inf)
+
+    def filtered() -> tuple[jax.Array, jax.Array, jax.Array]:
         least = find_threshold(choices_BV, weights_BV, peak, filters, num_shards)
+        if rows.max_kept is not None:
+            least = drop_ties(choices_BV, least, rows.max_kept)
         kept_BV = jnp.where(choices_BV >= least[:, None], weights_BV, 0.0)
         # The two sums may round differently, so the row decides which one it gets.
-        return kept_BV, jnp.where(is_filtering, sum_blocks(kept_BV, num_shards), all_weight)
+        kept = jnp.where(is_filtering, sum_blocks(kept_BV, num_shards), all_weight)
+        return kept_BV, kept, least
 
-    def drawn() -> tuple[jax.Array, jax.Array]:
-        kept_BV, kept = lax.cond(jnp.any(is_filtering), filtered, lambda: (weights_BV, all_weight))
-        return race(kept_BV, rows.seed, rows.step, num_shards), kept
+    def drawn() -> tuple[jax.Array, jax.Array, jax.Array]:
+        kept_BV, kept, least = lax.cond(
+            jnp.any(is_filtering), filtered, lambda: (weights_BV, all_weight, everything)
+        )
+        return race(kept_BV, rows.seed, rows.step, num_shards), kept, least
 
-    token, kept = lax.cond(jnp.all(is_greedy), lambda: (greedy, all_weight), drawn)
+    token, kept, least = lax.cond(
+        jnp.all(is_greedy), lambda: (greedy, all_weight, everything), drawn
+    )
     token = jnp.where(is_greedy, greedy, token)
     processed = pick(scaled_BV, token) - jnp.log(kept)
-    return token, jnp.where(is_greedy, 0.0, processed)
+    return Drawn(token, jnp.where(is_greedy, 0.0, processed), least)
 
 
 def find_threshold(

@@ -233,6 +233,7 @@ class Scheduler:
             request.scaled_logprobs.extend(row.scaled_logprobs)
             request.processed_logprobs.extend(row.processed_logprobs)
             request.extra_logprobs.extend(row.extra_logprobs)
+            request.sampling_masks.extend(row.sampling_masks)
             request.token_versions.extend([result.weight_version] * len(row.token_ids))
             request.num_computed += len(row.token_ids)
             if not row.is_finite:

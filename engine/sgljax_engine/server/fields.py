@@ -112,6 +112,9 @@ class SamplingFields(Body):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
+    return_sampling_mask: bool | None = Field(
+        None, description="ids that each token was drawn from; at most 512, as `top_k` then is"
+    )
 
     def given(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in SamplingFields.model_fields}
@@ -180,7 +183,7 @@ GENERATE = _foreign(
     ),
     (
         "it is not implemented",
-        "return_sampling_mask return_indexer_topk return_entropy return_bytes background "
+        "return_indexer_topk return_entropy return_bytes background "
         "require_reasoning max_thinking_tokens multi_item_delimiter_indices",
     ),
     ("the reply has the experts of all tokens", "routed_experts_start_len"),

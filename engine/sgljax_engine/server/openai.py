@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -91,13 +92,25 @@ def finish_fields(output: Output) -> dict[str, Any]:
 
 
 def id_fields(body: OpenAIRequest, output: Output) -> dict[str, Any]:
-    """The output's ids and weight versions, as far as they were asked for."""
+    """The output's ids, weight versions and sampling masks, as far as they were asked for."""
     fields: dict[str, Any] = {}
     if body.return_token_ids:
         fields["token_ids"] = output["output_ids"]
     if body.return_weight_versions:
         fields["weight_versions"] = output["meta_info"]["token_weight_versions"]
+    if body.return_sampling_mask:
+        found = output["meta_info"]
+        fields["sampling_mask"] = csr_lists(found.get("output_token_sampling_mask", []))
+        fields["sampling_logprobs"] = found.get("output_token_sampling_logprobs", [])
     return fields
+
+
+def csr_lists(masks: Sequence[Sequence[int]]) -> dict[str, list[int]]:
+    """Masks as vLLM's two lists: token i has `token_ids[offsets[i] : offsets[i + 1]]`."""
+    return {
+        "token_ids": list(itertools.chain.from_iterable(masks)),
+        "offsets": list(itertools.accumulate(map(len, masks), initial=0)),
+    }
 
 
 def token_id_name(token: int) -> str:

@@ -83,6 +83,9 @@ class GenerateReqInput(Body):
     token_ids_logprob: TokenIds | ListsOfTokenIds | None = Field(
         None, description="log-probs of these tokens at each position"
     )
+    return_sampling_mask: bool = Field(
+        False, description="ids that each output token was drawn from, see `sampling_params`"
+    )
     return_text_in_logprobs: bool = Field(False, description="the text of each token there")
     return_routed_experts: bool = Field(
         False, description="needs a server with enable_return_routed_experts"
@@ -130,6 +133,8 @@ class _Call:
         self._texts = context.token_texts
         prompts, is_single = _prompts(engine, body)
         params = _params(engine, body.sampling_params, prompts)
+        if body.return_sampling_mask:
+            params = [each.override({"return_sampling_mask": True}) for each in params]
         self._is_single = is_single and params[0].n == 1
         rids = [body.rid] if isinstance(body.rid, str) else body.rid
         self.job = Job(
@@ -171,7 +176,7 @@ class _Call:
             meta["routed_experts"] = base64.b64encode(data).decode("ascii")
         if body.return_text_in_logprobs:
             for name, entries in meta.items():
-                if name.endswith("_logprobs"):
+                if name.endswith("_logprobs") and name != "output_token_sampling_logprobs":
                     meta[name] = [_with_text(self._texts, entry) for entry in entries]
 
 

@@ -60,6 +60,7 @@ class Warmup(PerEngineCommand):
 
     include_score: bool
     include_table: bool
+    include_masks: bool
     progress: ProgressListener | None
     future: Future[int]
 
@@ -69,6 +70,7 @@ class Warmup(PerEngineCommand):
             return core.warmup.compile_all(
                 include_score=self.include_score,
                 include_table=self.include_table,
+                include_masks=self.include_masks,
                 progress=self.progress,
             )
         except BaseException:

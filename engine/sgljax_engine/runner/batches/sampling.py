@@ -10,13 +10,17 @@ import numpy as np
 from sgljax_engine.runner.batches.batch import grow_buckets, pick_bucket
 from sgljax_engine.sampling.filters import KEEP_ALL, make_filters
 from sgljax_engine.sampling.logprobs import LogprobBatch
+from sgljax_engine.sampling.masks import MaskBatch
 from sgljax_engine.sampling.sampler import SamplingBatch
 from sgljax_engine.sampling.table import SamplingTable
 from sgljax_engine.sampling.token_counts import TokenCounts
 from sgljax_engine.sampling_params import (
+    MAX_SAMPLING_MASK,
     MAX_STOP_TOKEN_IDS,
     MAX_TOKEN_IDS_LOGPROB,
     MAX_TOP_LOGPROBS,
+    SAMPLING_MASK_SIZES,
+    SamplingParams,
 )
 from sgljax_engine.types import Request
 
@@ -42,7 +46,7 @@ def build_sampling_batch(requests: Sequence[Request], size: int) -> SamplingBatc
     stop_ids = np.full((size, MAX_STOP_TOKEN_IDS), -1, np.int32)
     used, params = slice(len(requests)), [request.params for request in requests]
     temperature[used] = [_temperature(p.temperature) for p in params]
-    top_k[used] = [_top_k(p.top_k) for p in params]
+    top_k[used] = [_top_k(p) for p in params]
     top_p[used] = [p.top_p for p in params]
     min_p[used] = [p.min_p for p in params]
     seeds = np.asarray([request.seed for request in requests], np.uint64)
@@ -60,8 +64,11 @@ def build_sampling_batch(requests: Sequence[Request], size: int) -> SamplingBatc
     return SamplingBatch(temperature.astype(np.float32), filters, seed, step, stop_ids)  # type: ignore[arg-type]
 
 
-def _top_k(top_k: int | None) -> int:
-    return KEEP_ALL if top_k is None or top_k <= 0 else min(top_k, KEEP_ALL)
+def _top_k(params: SamplingParams) -> int:
+    top_k, most = params.top_k, KEEP_ALL
+    if params.return_sampling_mask:
+        most = MAX_SAMPLING_MASK
+    return most if top_k is None or top_k <= 0 else min(top_k, most)
 
 
 def _temperature(temperature: float) -> float:
@@ -149,3 +156,23 @@ def build_logprob_batch(
         token_ids[row, : len(ids)] = ids
     num_ranks = min(pick_bucket(TOP_BUCKETS, num_top), vocab_size)
     return LogprobBatch(token_ids, np.zeros(num_ranks, np.int32))  # type: ignore[arg-type]
+
+
+def build_mask_batch(requests: Sequence[Request], size: int) -> MaskBatch | None:
+    """Rows that report their sampling masks; None when no row does.
+
+    How many tokens a row's mask holds depends on its own top_k alone, not on the batch.
+    """
+    if not any(request.params.return_sampling_mask for request in requests):
+        return None
+    most = np.full(size, KEEP_ALL, np.int32)
+    for row, request in enumerate(requests):
+        if request.params.return_sampling_mask:
+            most[row] = request.params.sampling_mask_size
+    return mask_batch(most)
+
+
+def mask_batch(most: np.ndarray) -> MaskBatch:
+    """The batch of rows whose masks hold `most` [B] int32 tokens each."""
+    width = int(np.max(most, where=most < KEEP_ALL, initial=SAMPLING_MASK_SIZES[0]))
+    return MaskBatch(most, np.zeros(width, np.int32))  # type: ignore[arg-type]

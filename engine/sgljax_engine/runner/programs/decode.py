@@ -43,6 +43,7 @@ from sgljax_engine.runner.programs.drafts import (
 from sgljax_engine.runner.programs.prefill import with_routed
 from sgljax_engine.runner.programs.recur import accept, row_recur, verify_recur
 from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch
+from sgljax_engine.sampling.masks import MaskBatch
 from sgljax_engine.sampling.sampler import Sampled, SamplingBatch, sample
 from sgljax_engine.sampling.table import SamplingTable, adjust_logits, record
 
@@ -65,7 +66,8 @@ class DecodeOutput(NamedTuple):
     Shape: token_ids: [tokens, B] int32. logprobs, scaled_logprobs, processed_logprobs: [tokens, B]
         float32; see `sampler.Sampled`. num_tokens: [B] int32. stopped: [B] bool, whether the last
         token is one of the row's stop ids, or has a log-prob of NaN. extras: Leaves
-        [tokens, B, ...]; None if no row asks for them. drafts: None without.
+        [tokens, B, ...]; None if no row asks for them. drafts: None without. masks: [tokens, B, N]
+        int32, see `find_mask`; None if no row reports them.
     """
 
     token_ids: jax.Array
@@ -76,6 +78,7 @@ class DecodeOutput(NamedTuple):
     stopped: jax.Array
     extras: ExtraLogprobs | None
     drafts: DraftOutput | None = None
+    masks: jax.Array | None = None
 
 
 class RowOptions(NamedTuple):
@@ -84,10 +87,12 @@ class RowOptions(NamedTuple):
     Attributes:
         table: Table of rows whose settings change logits.
         logprobs: Batch of rows that ask for further log-probs.
+        masks: Batch of rows that report their sampling masks.
     """
 
     table: SamplingTable | None = None
     logprobs: LogprobBatch | None = None
+    masks: MaskBatch | None = None
 
 
 class _Text(NamedTuple):
@@ -212,7 +217,7 @@ class _Run(NamedTuple):
                 jnp.zeros((NUM_SOURCES, num_rows), jnp.int32),
                 jnp.zeros((), jnp.int32),
             )
-        shape = (most, num_rows)
+        shape, masks = (most, num_rows), self.options.masks
         return DecodeOutput(
             token_ids=jnp.zeros(shape, jnp.int32),
             logprobs=jnp.zeros(shape, jnp.float32),
@@ -222,6 +227,7 @@ class _Run(NamedTuple):
             stopped=jnp.zeros(num_rows, bool),
             extras=_empty_extras(shape, self.options.logprobs),
             drafts=drafts,
+            masks=None if masks is None else jnp.zeros((*shape, masks.ranks.shape[0]), jnp.int32),
         )
 
     def first_text(self) -> _Text | None:
@@ -372,6 +378,9 @@ class _Run(NamedTuple):
         others = self.options.logprobs
         if others is not None:
             others = others._replace(token_ids=self.per_token(others.token_ids))
+        masks = self.options.masks
+        if masks is not None:
+            masks = masks._replace(most=self.per_token(masks.most))
         if table is not None:
             table = jax.tree.map(self.per_token, table)
             if carry.text is not None:
@@ -384,7 +393,7 @@ class _Run(NamedTuple):
                 table = lax.fori_loop(0, self.width - 1, add, table)
             adjusted = adjust_logits(logits, table, sampling.stop_ids, sampling.step + offset)
         shards, sampler = static.num_vocab_shards, static.sampler
-        return sample(logits, sampling, offset, adjusted, shards, sampler, others)
+        return sample(logits, sampling, offset, adjusted, shards, sampler, others, masks)
 
     def keep(self, carry: _Carry, sampled: Sampled, active: jax.Array) -> _Kept:
         """Keeps a row's tokens up to the first that its draft differs from, or that ends it."""
@@ -453,6 +462,7 @@ class _Run(NamedTuple):
             stopped=out.stopped | kept.stopped,
             extras=jax.tree.map(put, out.extras, sampled.extras),
             drafts=drafts,
+            masks=jax.tree.map(put, out.masks, sampled.mask),
         )
 
     def next_text(self, carry: _Carry, text: _Text, kept: _Kept) -> _Text:
