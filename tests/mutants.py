@@ -127,7 +127,7 @@ MUTANTS = (
            ("tests/engine/test_radix.py",),
            "a request that waited through an update starts on older weights' keys"),
     # ---------------------------------------------------------------- sampler
-    Mutant("seed-ignores-position", "sampler", f"{_ENGINE}/sampling/race.py",
+    Mutant("seed-ignores-position", "sampler", f"{_ENGINE}/sampling/random_bits.py",
            "key = _threefry(key, (zero_B1, step_B.astype(jnp.uint32)[:, None]))",
            "key = _threefry(key, (zero_B1, 0 * step_B.astype(jnp.uint32)[:, None]))",
            ("tests/engine/test_sampler.py", "tests/engine/test_sampling_numerics.py"),

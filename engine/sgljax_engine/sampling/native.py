@@ -10,7 +10,7 @@ import sgljax_cpu
 from sgljax_engine.sampling.blocks import largest
 from sgljax_engine.sampling.filters import Filters, min_p_threshold
 from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch, Logprobs
-from sgljax_engine.sampling.race import uniform
+from sgljax_engine.sampling.random_bits import uniform
 from sgljax_engine.sampling.sampler import Sampler, SamplingBatch
 
 
