@@ -53,7 +53,7 @@ def completion_routes(context: ServerContext) -> APIRouter:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continues prompts, given as text or as token ids."""
         return await context.answer(
-            request, body.model, lambda: _Call(context, body), stream=body.stream
+            request, body.model, lambda: _CompletionAnswer(context, body), stream=body.stream
         )
 
     return router
@@ -81,7 +81,7 @@ class _Progress:
     output_ids: list[int] = dataclasses.field(default_factory=list)
 
 
-class _Call:
+class _CompletionAnswer:
     """A request, and how its outputs are written."""
 
     def __init__(self, context: ServerContext, body: CompletionRequest) -> None:

@@ -109,13 +109,13 @@ def generate_routes(context: ServerContext) -> APIRouter:
     async def generate(body: GenerateReqInput, request: Request) -> Response:
         """Generates from text or token ids; see `Engine.generate`."""
         return await context.answer(
-            request, body.model, lambda: _Call(context, body), stream=body.stream
+            request, body.model, lambda: _GenerateAnswer(context, body), stream=body.stream
         )
 
     return router
 
 
-class _Call:
+class _GenerateAnswer:
     """A request, and how its outputs are written."""
 
     def __init__(self, context: ServerContext, body: GenerateReqInput) -> None:
