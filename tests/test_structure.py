@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -335,6 +338,38 @@ def test_exported_names():
     ]
     for module in (engine, adapter, training):
         assert all(getattr(module, name) is not None for name in module.__all__)
+
+
+def test_exported_names_have_docstrings():
+    """And the public members of classes: docs/reference is made of them."""
+    missing = []
+    adapter = ("tunix_sgljax", "tunix_sgljax.training")
+    for package in ("sgljax_engine", "sgljax_engine.server", *adapter):
+        module = importlib.import_module(package)
+        for name in module.__all__:
+            each = getattr(module, name)
+            if not (inspect.isclass(each) or inspect.isfunction(each)):
+                continue
+            members = {name: each}
+            if inspect.isclass(each):
+                members |= {f"{name}.{key}": value for key, value in public_members(each).items()}
+            missing += [
+                f"{package}.{key}"
+                for key, value in members.items()
+                # Python makes up docstrings of data types: "Name(field, ...)".
+                if not value.__doc__ or value.__doc__.startswith(f"{name}(")
+            ]
+    assert missing == []
+
+
+def public_members(owner: type) -> dict[str, Any]:
+    """Methods and properties that a class itself has."""
+    kinds = (types.FunctionType, classmethod, staticmethod, property)
+    return {
+        name: value
+        for name, value in vars(owner).items()
+        if not name.startswith("_") and isinstance(value, kinds)
+    }
 
 
 def test_imports_have_no_side_effects():

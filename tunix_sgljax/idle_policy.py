@@ -24,7 +24,6 @@ class IdlePolicy:
     """
 
     def __init__(self, *, releases_kv: bool) -> None:
-        """Starts without calls or an engine."""
         self._releases_kv = releases_kv
         self._lock = threading.Lock()
         self._num_calls = 0
@@ -34,15 +33,13 @@ class IdlePolicy:
 
     @property
     def is_offloading(self) -> bool:
-        """Whether the cluster has signalled that it offloads."""
         return self._is_offloading
 
     @contextlib.contextmanager
     def call(self, engine: Engine) -> Iterator[None]:
         """Wraps a call that needs the engine awake; wakes it if this class put it to sleep.
 
-        Raises:
-            OffloadError: when it cannot be woken; it stays asleep, and a later call may wake it.
+        After an OffloadError it stays asleep, and a later call may wake it.
         """
         with self._lock:
             self._wake(engine)
@@ -62,10 +59,7 @@ class IdlePolicy:
         """Takes Tunix's signal that it offloads models, sent before and after each of its calls.
 
         The engine goes to sleep unless a call is running. It also stays awake if no call has run
-        since it woke: then this is the signal before a call.
-
-        Raises:
-            OffloadError: when copying to the host failed; the engine is awake.
+        since it woke: then this is the signal before a call. After an OffloadError it is awake.
         """
         with self._lock:
             self._is_offloading = True
@@ -73,11 +67,7 @@ class IdlePolicy:
                 self._sleep(engine)
 
     def updated(self, engine: Engine) -> None:
-        """Puts the engine back to sleep after an update, which woke its weights.
-
-        Raises:
-            OffloadError: as in `offload`.
-        """
+        """Puts the engine back to sleep after an update, which woke its weights."""
         with self._lock:
             if self._is_offloading:
                 self._is_used = True  # if it cannot sleep now, the next signal tries again

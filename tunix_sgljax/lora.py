@@ -30,19 +30,14 @@ LoraChoice = Literal["auto", "merged", "adapter"]
 """What a rollout is asked for; "auto" becomes one of the others."""
 
 BaseHolder = Literal["the actor", "the rollout"]
-"""Who holds the memory of the frozen base."""
 
 
 class LoraReport(NamedTuple):
     """What a rollout knows about its actor's LoRA, and its memory cost.
 
-    Attributes:
-        mode: How pairs are applied.
-        num_pairs: Number of weights with a pair.
-        max_rank: The largest rank.
-        base_bytes: Bytes of the frozen base, which every update reads; quantised if the actor's is.
-        base_holder: Owner of that memory: the actor, whose variables the rollout refers to, or the
-            rollout, after `update_params` got a base other than the actor's.
+    `base_bytes` are of the frozen base, which every update reads; quantised if the actor's is. Its
+    holder is the actor, whose variables the rollout refers to, or the rollout, after
+    `update_params` got a base other than the actor's.
     """
 
     mode: LoraMode
@@ -56,7 +51,6 @@ _A, _B = "_lora_a", "_lora_b"
 
 
 def check_lora_mode(mode: str) -> LoraChoice:
-    """Returns the value, or raises InvalidConfigError for anything but a `LoraChoice`."""
     modes = get_args(LoraChoice)
     if mode not in modes:
         raise InvalidConfigError(f"lora must be one of {modes}, got {mode!r}")
@@ -64,7 +58,6 @@ def check_lora_mode(mode: str) -> LoraChoice:
 
 
 def check_scaling(name: str, value: Any) -> float | None:
-    """Returns the value; raises InvalidConfigError unless it is None or a finite number."""
     if value is None:
         return None
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -79,27 +72,19 @@ def is_lora_name(name: str) -> bool:
 
 
 class _Pair(NamedTuple):
-    """A pair in its module."""
-
     path: tuple[Any, ...]
     module: nnx.Module
     weight: str
 
     @property
     def name(self) -> str:
-        """The weight's dotted name."""
         return ".".join(map(str, (*self.path, self.weight)))
 
 
 def find_lora(actor: Any, scaling: float | None) -> LoraActor | None:
     """The pairs and base of a LoRA actor; None for a model without LoRA parameters.
 
-    Args:
-        actor: A Tunix model, perhaps wrapped by `qwix.apply_lora_to_model`.
-        scaling: alpha / rank of all pairs; None takes it from the actor's provider.
-
-    Raises:
-        InvalidConfigError: when the scale, or the way A and B fit the weight, is unknown.
+    Without `scaling`, alpha / rank of all pairs is that of the actor's provider.
     """
     if not isinstance(actor, nnx.Module):
         return None
@@ -317,10 +302,6 @@ class LoraActor:
     The base is read from the actor's own variables when needed: they always hold the trainer's
     current arrays, wherever it moves them, so there is no second copy. Tunix's trainers donate only
     optimizer state. Not thread-safe; updates of a rollout come one at a time.
-
-    Attributes:
-        rules: One for each pair; part of the rules of every update.
-        max_rank: The largest rank.
     """
 
     def __init__(
@@ -330,7 +311,6 @@ class LoraActor:
         quantised: Mapping[str, Any],
         max_rank: int,
     ) -> None:
-        """Takes the results of `find_lora`."""
         self.rules = tuple(rules)
         self.max_rank = max_rank
         self._factors = {name for rule in rules for name in (rule.a, rule.b)}
@@ -342,7 +322,6 @@ class LoraActor:
 
     @property
     def weights(self) -> list[str]:
-        """Names of the weights that have a pair."""
         return [rule.weight for rule in self.rules]
 
     @property
@@ -354,11 +333,7 @@ class LoraActor:
         )
 
     def check_factors_alone(self) -> None:
-        """Refuses pairs that can only be merged into their weights.
-
-        Raises:
-            InvalidConfigError: names one.
-        """
+        """Refuses pairs that can only be merged into their weights."""
         for rule in self.rules:
             if rule.stacked_axes or rule.is_merged:
                 raise InvalidConfigError(
@@ -376,7 +351,6 @@ class LoraActor:
         self._given, self._pairs = self._pending
 
     def report(self, mode: LoraMode) -> LoraReport:
-        """A report for users."""
         holder: BaseHolder = "the actor" if self._given is None else "the rollout"
         num_bytes = sum(int(x.nbytes) for x in self._base().values())
         return LoraReport(mode, len(self.rules), self.max_rank, num_bytes, holder)
@@ -387,14 +361,6 @@ class LoraActor:
         Missing parts come from the actor's base and the pairs accepted last. A given base other
         than the actor's is kept once it is accepted. A quantised base is returned in floating
         point.
-
-        Args:
-            named: Parameters by name.
-            with_base: False returns pairs that come alone without a base.
-
-        Raises:
-            WeightSyncError: names LoRA leaves that the actor does not have, missing pairs, or a
-                deleted base.
         """
         pairs = {name: x for name, x in named.items() if is_lora_name(name)}
         base = {name: x for name, x in named.items() if name not in pairs}

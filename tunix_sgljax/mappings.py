@@ -157,14 +157,9 @@ _LORA_IN_AXES = {
 
 
 def built_in_targets(name: str, architecture: str) -> list[tuple[str, Rule]]:
-    """The Hugging Face tensors that a weight of Tunix's own models maps to.
+    """The Hugging Face tensors that a weight of Tunix's own models maps to, each with its rule.
 
-    Args:
-        name: Its dotted name.
-        architecture: The engine's name of the architecture.
-
-    Returns:
-        One tensor for each part of a fused weight, with its rule; none for an unknown name.
+    One tensor for each part of a fused weight; none for an unknown name.
     """
     return [
         (_fill(rule.target, rule.source, name), rule)
@@ -184,12 +179,7 @@ def lora_factor(name: str, num_in: int) -> float:
 
 
 def find_mapping(mapping_obj: Any, model: Any) -> MappingConfig | None:
-    """The user's mapping, else the model's own for `sglang_jax`, else None.
-
-    Args:
-        mapping_obj: `RolloutConfig.rollout_mapping_config`: a MappingConfig, dict or object.
-        model: The Tunix model, or MaxText's adapter, whose own mapping is for vLLM.
-    """
+    """The user's mapping, else the model's own for `sglang_jax`, else None."""
     if mapping_obj is not None:
         return MappingConfig.build(mapping_obj=mapping_obj, model=model, backend="sglang_jax")
     if is_maxtext_config(config_of(model)):
@@ -204,7 +194,8 @@ def find_mapping(mapping_obj: Any, model: Any) -> MappingConfig | None:
 class WeightMapper:
     """Converts a trainer's parameters to the engine's input: arrays by name, and rules.
 
-    Rules are built once per set of names, so that the engine reuses its compiled plan.
+    Rules are built once per set of names, so that the engine reuses its compiled plan. Without a
+    mapping, MaxText's table takes the place of the built-in rules for its models.
     """
 
     def __init__(
@@ -214,15 +205,6 @@ class WeightMapper:
         lora: LoraActor | None = None,
         maxtext_config: Any = None,
     ) -> None:
-        """Sets the mapping.
-
-        Args:
-            mapping: Result of `find_mapping`.
-            model: The engine's model.
-            lora: The pairs of a LoRA actor.
-            maxtext_config: The config of MaxText's model, if the actor is one: without a mapping
-                its table takes the place of the built-in rules.
-        """
         self._mapping = mapping
         self._model = model
         self._lora = lora
@@ -232,14 +214,7 @@ class WeightMapper:
     def named_source(self, params: Any, *, with_base: bool = True) -> dict[str, Any]:
         """The parameters by dotted name, after the mapping's preprocessing.
 
-        If there are only LoRA leaves, the actor's frozen base completes them.
-
-        Args:
-            params: As in `SglJaxRollout.update_params`.
-            with_base: False leaves LoRA leaves that come alone as they are.
-
-        Raises:
-            WeightSyncError: for LoRA parameters of another actor.
+        If there are only LoRA leaves, the actor's frozen base completes them unless told not to.
         """
         preprocess = self._mapping.preprocess_src_state if self._mapping is not None else None
         source = flatten_named(params)
@@ -267,12 +242,7 @@ class WeightMapper:
     def rules_for(
         self, source: Mapping[str, Any], *, with_lora: bool = True
     ) -> tuple[WeightRule, ...]:
-        """Rules for parameters of these names; see `to_rules`.
-
-        Args:
-            source: Parameters by name.
-            with_lora: Include the rules of the actor's pairs.
-        """
+        """Rules for parameters of these names; see `to_rules`."""
         key = (with_lora, *source)
         if key not in self._rules:
             plain = [name for name in source if not is_lora_name(name)]
@@ -296,19 +266,10 @@ def to_rules(
 ) -> tuple[Rule, ...]:
     """Engine rules for a mapping, with transposes and hooks resolved for each source name.
 
-    Args:
-        mapping: The mapping; None takes the built-in rules of the architecture.
-        source_names: Names of the trainer's parameters.
-        architecture: The engine's name of the architecture.
-        kv_layers: The layer whose keys each layer reads, see `AttentionConfig.kv_layers`; what the
-            others have of their own is ignored by the built-in rules.
-
-    Layers stacked in one array (scanned) have "layer" in the sharding of their mapping; its place
-    there is their axis, and the target's last `*` is the layer. Transposes and hooks apply to one
-    layer.
-
-    Raises:
-        UnsupportedModelError: when there is neither a mapping nor built-in rules.
+    Without a mapping they are the built-in rules of the architecture, which ignore keys that no
+    layer reads (`AttentionConfig.kv_layers`). Layers stacked in one array (scanned) have "layer" in
+    the sharding of their mapping; its place there is their axis, and the target's last `*` is the
+    layer. Transposes and hooks apply to one layer.
     """
     if mapping is None:
         if architecture not in _BUILT_IN:

@@ -52,13 +52,8 @@ _WORDS = {
 def to_model_config(config: Any, *, context_length: int) -> ModelConfig:
     """The engine's description of a model that Tunix trains.
 
-    Args:
-        config: A Tunix ModelConfig, a MaxTextConfig, the contents of an HF config.json, or an
-            engine ModelConfig (returned unchanged).
-        context_length: Context length for Tunix's and MaxText's configs, which have none.
-
-    Raises:
-        UnsupportedModelError: for other models.
+    The config is Tunix's, MaxText's, the contents of an HF config.json, or an engine ModelConfig
+    (returned unchanged). Tunix's and MaxText's have no context length.
     """
     if isinstance(config, ModelConfig):
         return config
@@ -139,9 +134,6 @@ def compute_dtype(actor_config: Any) -> str | None:
 
     Tunix's Qwen2 and Qwen3 cast weights at use to `dtype` of their config, which may differ from
     the stored dtype. So does MaxText. Tunix's other models compute in the dtype of their weights.
-
-    Args:
-        actor_config: A Tunix ModelConfig or a MaxTextConfig; others, and None, give None.
     """
     if is_maxtext_config(actor_config):
         return maxtext.compute_dtype(actor_config)
@@ -156,10 +148,6 @@ def engine_dtype(actor_config: Any, stored: str) -> str:
 
     The coarser of Tunix's compute dtype and its stored dtype: weights finer than the compute dtype
     are no closer to Tunix, and weights finer than the stored dtype waste memory.
-
-    Args:
-        actor_config: See `compute_dtype`.
-        stored: The dtype of the actor's weights.
     """
     computed = compute_dtype(actor_config)
     if computed is None or not jnp.issubdtype(stored, jnp.floating):
@@ -178,7 +166,6 @@ def engine_dtype(actor_config: Any, stored: str) -> str:
 
 
 def coarser_dtype(*dtypes: str) -> str:
-    """The dtype among these that rounds most."""
     return max(dtypes, key=lambda name: float(jnp.finfo(name).eps))
 
 

@@ -33,14 +33,9 @@ class FirstWeights(NamedTuple):
 
 
 class PolicyWeights:
-    """Maps parameters and passes them to the engine. Calls come one at a time.
-
-    Attributes:
-        adapter: Name of the policy's adapter; None if weights alone are the policy.
-    """
+    """Maps parameters and passes them to the engine. Calls come one at a time."""
 
     def __init__(self, mapper: WeightMapper, lora: LoraActor | None, mode: LoraMode) -> None:
-        """Passes nothing to the engine yet."""
         self._mapper = mapper
         self._lora = lora
         self._mode: LoraMode = mode
@@ -49,15 +44,12 @@ class PolicyWeights:
 
     @property
     def has_lora(self) -> bool:
-        """Whether the actor has LoRA parameters."""
         return self._lora is not None
 
     def lora_report(self) -> LoraReport | None:
-        """The report of the actor's LoRA pairs; None without any."""
         return None if self._lora is None else self._lora.report(self._mode)
 
     def lora_effect(self, params: Any, dtype: str) -> LoraEffect | None:
-        """What the engine's dtype leaves of these parameters' pairs; None without any."""
         if self._lora is None or not any(map(is_lora_name, flatten_named(params))):
             return None
         return lora_effect(*self.source(params), self._mode, dtype)
@@ -65,11 +57,7 @@ class PolicyWeights:
     def adapter_config(
         self, asked: LoraConfig, explicit: Collection[str], max_rank: int | None
     ) -> LoraConfig:
-        """Adapter slots for the policy, and for others that the configuration asks for.
-
-        Raises:
-            InvalidConfigError: for a `max_lora_rank` below the actor's.
-        """
+        """Adapter slots for the policy, and for others that the configuration asks for."""
         if self._lora is None or self.adapter is None:
             return asked
         rank = self._lora.max_rank
@@ -92,7 +80,6 @@ class PolicyWeights:
         return named, self._mapper.rules_for(named)
 
     def first(self, params: Any) -> FirstWeights:
-        """First weights of an engine, from all parameters of the actor."""
         named, rules = self.source(params)
         self._accept()
         if self.adapter is None:
@@ -102,7 +89,6 @@ class PolicyWeights:
         return FirstWeights(base, base_rules, {self.adapter: (_pairs_of(named), rules)})
 
     def update(self, engine: Engine, params: Any, mode: WeightUpdateMode) -> int:
-        """Replaces the policy; returns the new weight version."""
         if self.adapter is None:
             version = engine.update_weights(*self.source(params), mode=mode)
         else:

@@ -15,7 +15,6 @@ RewardFunction = Callable[..., Any]
 
 
 def name_of(function: RewardFunction) -> str:
-    """The name of a function, or of the class of a callable object."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__name__", type(function).__name__)
@@ -37,7 +36,6 @@ def checked(function: RewardFunction) -> RewardFunction:
 
 
 def all_checked(functions: Any) -> Any:
-    """`checked` for what Tunix's learners take: None, a function or a list of them."""
     if functions is None:
         return None
     if isinstance(functions, Sequence):
@@ -57,11 +55,7 @@ def called(function: RewardFunction, **arguments: Any) -> Any:
 def to_list(
     function: RewardFunction, rewards: Any, count: int, *, may_be_open: bool = False
 ) -> list[Any]:
-    """Rewards as floats, one for each completion.
-
-    Raises:
-        InvalidConfigError: names the function and what it returned.
-    """
+    """Rewards as floats, one for each completion."""
     name = f"the reward function {name_of(function)} must return {count} numbers"
     if may_be_open:
         name += " or None"
@@ -88,13 +82,7 @@ def to_list(
 def find_wrong_call(
     function: RewardFunction, given: Collection[str], optional: Collection[str] = ()
 ) -> str | None:
-    """What is wrong with calling a function by these keywords; None if it can be called.
-
-    Args:
-        function: The function.
-        given: Names of all arguments.
-        optional: Names that are given only to a function that has them.
-    """
+    """What is wrong with calling a function by these keywords; None if it can be called."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some built-in functions have none

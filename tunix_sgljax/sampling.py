@@ -55,12 +55,7 @@ def apply_log_level(config: RolloutConfig) -> None:
 
 
 def check_extra_params(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Checks sampling fields beyond RolloutConfig's, for all calls of a rollout.
-
-    Raises:
-        InvalidRequestError: for an unknown field or a bad value.
-        InvalidConfigError: for a field that RolloutConfig sets.
-    """
+    """Checks sampling fields beyond RolloutConfig's, for all calls of a rollout."""
     for name in _FROM_CONFIG:
         if name in extra:
             raise InvalidConfigError(
@@ -77,14 +72,12 @@ def check_extra_params(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_logprobs_mode(mode: str | None) -> str | None:
-    """Returns None or one of `LOGPROBS_MODES`, or raises InvalidConfigError."""
     if mode not in (None, *LOGPROBS_MODES):
         raise InvalidConfigError(f"logprobs_mode must be one of {LOGPROBS_MODES}, got {mode!r}")
     return mode
 
 
 def check_match_batch_size(size: int | None, mode: str | None) -> int | None:
-    """Returns the value; InvalidConfigError if it is no row count or the mode does not use it."""
     if size is None:
         return None
     if mode != "trainer_match":
@@ -97,11 +90,7 @@ def check_match_batch_size(size: int | None, mode: str | None) -> int | None:
 
 
 def check_comparable(mode: str, params: SamplingParams) -> None:
-    """Refuses log-probs that cannot be compared with a trainer's, of softmax(logits / temperature).
-
-    Raises:
-        InvalidConfigError: names the mode and the setting that makes the two differ.
-    """
+    """Refuses log-probs that cannot be compared with a trainer's."""
     reason = ""
     if mode == "raw_logprobs" and params.temperature not in (0.0, 1.0):
         reason = f"of softmax(logits), with temperature={params.temperature}"
@@ -124,21 +113,18 @@ def check_comparable(mode: str, params: SamplingParams) -> None:
 
 
 def check_weight_update_mode(mode: str) -> None:
-    """Raises InvalidConfigError for anything but a `WeightUpdateMode`."""
     modes = get_args(WeightUpdateMode)
     if mode not in modes:
         raise InvalidConfigError(f"weight_update_mode must be one of {modes}, got {mode!r}")
 
 
 def check_flag(name: str, value: bool) -> bool:
-    """Returns the value, or raises InvalidConfigError if it is not a bool."""
     if not isinstance(value, bool):
         raise InvalidConfigError(f"{name} must be True or False, got {value!r}")
     return value
 
 
 def pick_logprobs(output: RequestOutput, mode: str) -> list[float]:
-    """The log-probs of an output's tokens for a mode."""
     if mode == "raw_logprobs":
         return output.logprobs
     if mode == "processed_logprobs":
@@ -159,19 +145,8 @@ def to_sampling_params(
     `top_p=None` means 1.0 (no filtering), as its type suggests; `top_k` None, -1 or 0 keep all
     tokens, as in Tunix's vanilla sampler. Generation stops at `eos_tokens` if given, else at
     `end_ids`, and at `stop_token_ids` of `rollout_vllm_sampling_kwargs`. The text is that of
-    Tunix's samplers: decoded without the prompt, and with special tokens.
-
-    Args:
-        config: Tunix's config of this call.
-        end_ids: The end tokens of tokenizer and model, see `find_end_ids`.
-        seed: Seed of this prompt, already unique.
-        extra: Fields that RolloutConfig does not have; see `check_extra_params`. They override
-            `rollout_vllm_sampling_kwargs`.
-        shows_special_tokens: Whether the tokenizer can leave them in.
-
-    Raises:
-        InvalidConfigError: for a wrong entry of `rollout_vllm_sampling_kwargs`.
-        InvalidRequestError: for a wrong value of another field.
+    Tunix's samplers: decoded without the prompt, and with special tokens if the tokenizer can leave
+    them in. `extra` overrides `rollout_vllm_sampling_kwargs`; the seed is unique already.
     """
     asked = ask_sampling(config)
     own = () if asked.ignores_eos else end_ids

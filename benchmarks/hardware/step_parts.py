@@ -70,7 +70,7 @@ def capture(engine: Engine, workload: Workload) -> Dispatch:
     """Runs the workload twice and keeps a dispatch of the second run, the first with most rows."""
     runner = engine._group.loops[0]._core.runner
     kept: list[tuple[Any, ...]] = []
-    original = runner.programs.run
+    original = runner.programs.run_program
 
     def run(call: ProgramCall, state: ProgramState) -> tuple[ProgramState, Any]:
         if call.name == "decode":
@@ -82,7 +82,7 @@ def capture(engine: Engine, workload: Workload) -> Dispatch:
     ]
     engine.generate_requests(workload.requests, params)
     before = engine.get_internal_state().counters
-    with mock.patch.object(runner.programs, "run", run):
+    with mock.patch.object(runner.programs, "run_program", run):
         start = time.perf_counter()
         engine.generate_requests(workload.requests, params)
         wall_s = time.perf_counter() - start

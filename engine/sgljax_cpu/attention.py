@@ -187,7 +187,7 @@ def _write_tile(module: Module, lanes: int, shape: AttentionShape, per_tile: int
         with code.when(code.less(num_keys, 1)):
             for place in places:
                 _copy(code, None, code.at(out, place), channels, lanes)
-            code.give()
+            code.ret()
         queries = code.stack(f"[{per_tile * channels} x float]")
         ends = []
         for i, (token, place) in enumerate(zip(tokens, places, strict=True)):

@@ -260,5 +260,5 @@ def handler_text(names: tuple[str, ...]) -> str:
     table = module.constant("functions", PTR, functions)
     with Code(module, _HANDLER, PTR, [PTR], is_public=True) as code:
         code.call(run, VOID, [code.arguments[0], table])
-        code.give(NULL)
+        code.ret(NULL)
     return module.text

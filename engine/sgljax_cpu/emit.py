@@ -401,7 +401,7 @@ class Code:
         """Other threads see earlier writes before later ones."""
         self._lines.append("fence seq_cst")
 
-    def give(self, value: Value = NULL) -> None:
+    def ret(self, value: Value = NULL) -> None:
         """Returns from the function."""
         self._lines.append(
             "ret void" if self._returns_nothing else f"ret {value.type} {value.text}"

@@ -166,7 +166,7 @@ def _write_square(module: Module, lanes: int, source: str, target: str) -> Value
             stored = rounded(code, column, target)
             code.store(stored, code.at(y, row * PANEL, STORED[target]), 1)
             zeros = code.fma(widen(code, stored, target), code.zeros(lanes), zeros)
-        code.give(zeros)
+        code.ret(zeros)
     return code.function
 
 

@@ -117,7 +117,7 @@ def _answer_metadata(code: Code, frame: Value, api: Api) -> None:
             code.store_field(i32(api.major), metadata, METADATA_MAJOR)
             code.store_field(i32(api.minor), metadata, METADATA_MINOR)
             code.store_field(i32(0), metadata, METADATA_TRAITS)
-            code.give()
+            code.ret()
 
 
 def _write_make(module: Module) -> Value:
@@ -175,7 +175,7 @@ def _write_make(module: Module) -> Value:
                         data = code.load_field(described, BUFFER_DATA, PTR)
                         code.store(code.at(data, number, "i8"), place.get())
                     place.set(code.at(place.get(), 1, I64))
-        code.give(job)
+        code.ret(job)
     return code.function
 
 
@@ -265,14 +265,14 @@ def _write_join(
             mine.set(code.select(taken, index_now, mine.get()))
             index.set(code.select(taken, _NUM_SLOTS, code.add(index_now, 1)))
         with code.when(code.equal(mine.get(), _NUM_SLOTS)):
-            code.give()
+            code.ret()
         slot = _slot(code, slots, mine.get())
         left = code.variable(_SPINS)
         with code.repeat(lambda: code.equal(0, 0)):
             is_late = code.equal(left.get(), 0)
             # A caller may have put a job into the slot just now.
             with code.when(is_late), code.when(code.exchange_if(slot, _AWAKE, _FREE)):
-                code.give()
+                code.ret()
             found = code.atomic_load(slot)
             is_idle = code.equal(found, _AWAKE)
             with code.when(is_idle):
@@ -304,7 +304,7 @@ def _write_ask(
         with code.unless(code.less(code.atomic("add", num_asked, 1), threads)):
             code.atomic("sub", num_asked, 1)
             code.call(release, VOID, [job])
-            code.give()
+            code.ret()
         asked = code.stack(f"[{len(SCHEDULE)} x i64]")
         _fill(code, asked, [context, join, job])
         error = code.call(code.load_field(xla, api.schedule, PTR), PTR, [asked])
@@ -351,7 +351,7 @@ def _write_num_threads(module: Module, api: Api, discard: Value) -> Value:
         error = code.call(code.load_field(xla, api.num_threads, PTR), PTR, [asked])
         with code.when(code.compare("ne", error, NULL)):
             code.call(discard, VOID, [xla, error])
-        code.give(code.max(code.load(count, I64), 1))
+        code.ret(code.max(code.load(count, I64), 1))
     return code.function
 
 

@@ -56,14 +56,12 @@ class Callers:
         finalizer.atexit = False  # `processing.home` stops the group
 
     def ask(self, make: Asks[_T]) -> _T:
-        """Has the engine threads or a worker do something; waits for the answer."""
         try:
             return self._group.ask(make)
         finally:
             del make
 
     async def async_ask(self, make: Asks[_T]) -> _T:
-        """`ask` for asyncio. Cancelling the task does not undo the call."""
         future: Future[_T] = Future()
         answer = asyncio.wrap_future(future)
         try:
@@ -76,7 +74,6 @@ class Callers:
             del future, make, answer
 
     def generate(self, requests: list[Request]) -> list[RequestOutput]:
-        """Submits requests and waits for all outputs."""
         answers, futures = _answers(requests)
         done = done_queue(futures)
         try:
@@ -90,7 +87,6 @@ class Callers:
             del answers  # not cleared: the command that has the list may wait still
 
     async def async_generate(self, requests: list[Request]) -> list[RequestOutput]:
-        """`generate` for asyncio."""
         return await self._wait_for(requests, *_answers(requests))
 
     async def async_watch(
@@ -129,13 +125,11 @@ class Callers:
             del answers
 
     def stream(self, requests: list[Request]) -> TokenStream:
-        """Submits requests and returns the iterator over their pieces."""
         pieces = TokenStream(requests, self.abandon)
         self._submit_or_abandon(requests, pieces.make_answers)
         return pieces
 
     def async_stream(self, requests: list[Request]) -> AsyncTokenStream:
-        """`stream` for the running event loop."""
         pieces = AsyncTokenStream(requests, self.abandon)
         self._submit_or_abandon(requests, pieces.make_answers)
         return pieces
@@ -143,12 +137,7 @@ class Callers:
     def restore(
         self, checkpoint: EngineCheckpoint, requests: RequestFactory, answers: Mapping[str, Answer]
     ) -> None:
-        """Has the engines take in the requests of a checkpoint; all, or none.
-
-        Raises:
-            CheckpointError: when an id is in use.
-            EngineStateError: when requests are refused.
-        """
+        """Has the engines take in the requests of a checkpoint; all, or none."""
         restoration = make_restoration(checkpoint, requests, answers)
         try:
             self.ask(functools.partial(cmd.Restore, restoration))

@@ -11,7 +11,6 @@ from sgljax_engine.errors import InvalidConfigError
 
 
 def require(ok: bool, name: str, value: object, limit: str) -> None:
-    """Raises InvalidConfigError unless `ok`."""
     if not ok:
         raise InvalidConfigError(f"{name} must be {limit}, got {value!r}")
 
@@ -46,7 +45,6 @@ def is_int(value: object) -> bool:
 
 
 def check_count(name: str, value: object, low: int = 1) -> None:
-    """Raises InvalidConfigError unless a value is an integer of at least `low`."""
     require(is_int(value) and value >= low, name, value, f"an integer >= {low}")  # type: ignore[operator]
 
 
@@ -58,6 +56,5 @@ def check_names(name: str, value: object, known: Sequence[str], limit: str) -> t
 
 
 def check_positive(name: str, value: float) -> None:
-    """Raises InvalidConfigError unless a number is finite and above 0."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     require(is_number and math.isfinite(value) and value > 0, name, value, "a positive number")

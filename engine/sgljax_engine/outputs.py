@@ -155,11 +155,7 @@ _PIECEWISE = (
 
 
 def join_pieces(pieces: Sequence[RequestOutput]) -> RequestOutput:
-    """The whole output of a streamed request.
-
-    Args:
-        pieces: All of them in order, at least the last one.
-    """
+    """The whole output of a streamed request."""
     joined: dict[str, Any] = {
         name: [each for piece in pieces for each in getattr(piece, name)] for name in _PIECEWISE
     }

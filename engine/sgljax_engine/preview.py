@@ -1,5 +1,3 @@
-"""Finds out what an engine would use, without loading weights or compiling programs."""
-
 from __future__ import annotations
 
 import dataclasses

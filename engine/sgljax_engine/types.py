@@ -262,7 +262,7 @@ class StateCopies(NamedTuple):
     early: list[StateCopy]
     late: list[StateCopy]
 
-    def of(self, *, is_late: bool) -> list[StateCopy]:
+    def at(self, *, is_late: bool) -> list[StateCopy]:
         """The copies of one time."""
         return self.late if is_late else self.early
 

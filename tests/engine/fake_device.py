@@ -160,8 +160,8 @@ class FakeDevice:
     def _both(self, page: int) -> list[list[object]]:
         """The slots of a page, and of its window page if it has one."""
         found = [self._pages[page]]
-        if self._map is not None and self._map.of[page] >= 0:
-            found.append(self._windows[self._map.of[page]])
+        if self._map is not None and self._map.by_page[page] >= 0:
+            found.append(self._windows[self._map.by_page[page]])
         return found
 
     def _read(
@@ -173,8 +173,8 @@ class FakeDevice:
             first = (end if first_query is None else first_query) - self._map.sizes.num_tokens + 1
             for at in range(max(first, 0), end):
                 page, offset = pages[at // self._page_size], at % self._page_size
-                assert self._map.of[page] >= 0, f"{request.rid} lost its window at {at}"
-                assert self._windows[self._map.of[page]][offset] == self._content(
+                assert self._map.by_page[page] >= 0, f"{request.rid} lost its window at {at}"
+                assert self._windows[self._map.by_page[page]][offset] == self._content(
                     tokens[: at + 1]
                 ), f"request {request.rid} reads another's window at position {at}, page {page}"
         for at in range(end):

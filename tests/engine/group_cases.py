@@ -53,6 +53,7 @@ from sgljax_engine.runner.serving_weights import ServingWeights
 from sgljax_engine.runner.warmup import warm_calls
 from tests import inside
 from tests.engine.models import TINY, random_prompts, spread_weights
+from tests.engine.page_layouts import pack, unpack
 from tests.geometry import SMALL, WIDE
 from tests.threads import LIMIT_S, gate_steps, start, take_steps, wait_for
 
@@ -210,7 +211,7 @@ class KernelCase(NamedTuple):
 
     def sharded_pages(self, layout: PageLayout | None = None) -> LayerKV:
         sharding = self.placement.kv_sharding(self.kv)
-        packed = self.pages if layout is None else map(layout.pack, self.pages)
+        packed = self.pages if layout is None else [pack(layout, part) for part in self.pages]
         layer = LayerKV(*(jax.device_put(part, sharding) for part in packed))
         assert layer.k.sharding.shard_shape(layer.k.shape)[1] == 1
         return layer
@@ -233,13 +234,13 @@ def tpu_kernel() -> None:
         per_row = tpu.heads_per_row(head_dim)
         alone, shared = (PageLayout(2, head_dim, per_row, shards) for shards in (1, 2))
         sharded = tpu.tpu_attention(case.target("tpu"), (head_dim,), interpret=True)
-        pages = one_device(map(alone.pack, case.pages)), case.sharded_pages(shared)
+        pages = one_device(pack(alone, part) for part in case.pages), case.sharded_pages(shared)
         want, one = case.write_and_attend(TpuAttention(interpret=True), pages[0])
         got, several = case.write_and_attend(sharded, pages[1])
         assert several.k.sharding.shard_shape(several.k.shape)[1] == 1
         for mine, ours in zip(one, several, strict=True):
             np.testing.assert_array_equal(
-                alone.unpack(np.asarray(mine)), shared.unpack(np.asarray(ours))
+                unpack(alone, np.asarray(mine)), unpack(shared, np.asarray(ours))
             )
         case.check(want, got)
 
@@ -464,7 +465,7 @@ def faults() -> None:
                 with pytest.raises(OffloadError):
                     engine.sleep(1, preserve_state=True)
                 serves_old()
-            for owner, name in ((runner, "weights_from_host"), (kv, "take")):
+            for owner, name in ((runner, "weights_from_host"), (kv, "allocate")):
                 engine.sleep(1)
                 _fault(engine, index, owner, name)
                 with pytest.raises(OffloadError):

@@ -41,6 +41,13 @@ class Held:
         return self.entries[-1].tokens if self.entries else ()
 
 
+def acquire(cache: RadixCache, tokens: Sequence[int]) -> PrefixHandle:
+    """Finds the longest cached prefix and holds it."""
+    handle = cache.find(lambda start, end: tokens[start:end], len(tokens))
+    cache.hold(handle)
+    return handle
+
+
 class CheckedCache:
     """A `RadixCache` whose every answer is checked."""
 
@@ -85,7 +92,7 @@ class CheckedCache:
 
     def acquire(self, tokens: Sequence[int]) -> None:
         """Looks a prefix up."""
-        handle = self.cache.acquire(tokens)
+        handle = acquire(self.cache, tokens)
         wanted = tuple(tokens)
         found: list[Entry] = []
         for end in range(self.page_size, len(wanted) + 1, self.page_size):

@@ -65,7 +65,7 @@ class SteppedEngine:
         self.core.settle()
         return future
 
-    def give(self, index: int, task: cmd.Task) -> None:
+    def enqueue(self, index: int, task: cmd.Task) -> None:
         """Does a task at once."""
         assert index == 0
         task.run(self.core)

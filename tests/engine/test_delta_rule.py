@@ -78,7 +78,7 @@ def recurrent(q, k, v, decay, rate):
 
     def one(state, token):
         q, k, v, decay, rate = (x[None] for x in token)
-        return delta_net.step(state, Heads(q, k, v), decay, rate)
+        return delta_net.token_step(state, Heads(q, k, v), decay, rate)
 
     state = jnp.zeros((1, *state_shapes(NET, 1)[1][1:]), jnp.float32)
     return jax.lax.scan(one, state, (q, k, v, decay, rate))[1][:, 0]

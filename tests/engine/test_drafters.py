@@ -72,7 +72,7 @@ class TestHistory:
         self.answer(drafter, [1], [2], version=3)
         self.answer(drafter, [3], version=4)
         assert lists(drafter.references(text([]))) == [[*TAIL, 1], [*TAIL, 2], [*TAIL, 3]]
-        assert [answer.version for answer in drafter.dump()[text([]).key]] == [3, 3, 4]
+        assert [answer.version for answer in drafter._answers[text([]).key]] == [3, 3, 4]
         assert not drafter.references(text([], prompt=[1]))
 
     def test_samples_of_an_unfinished_group_are_not_history(self):
@@ -93,27 +93,27 @@ class TestHistory:
         assert has == [True, False, False, True]
         self.answer(drafter, list(range(5000)))
         assert drafter.num_bytes == 0
-        assert not drafter.dump()
+        assert not drafter._answers
 
     def test_bytes_are_those_of_what_is_kept(self):
         drafter, rng = HistoryDrafter(20_000), np.random.default_rng(0)
         for _ in range(300):
             output = list(range(rng.integers(1, 100)))
             self.answer(drafter, *[output] * int(rng.integers(1, 5)), prompt=[int(rng.integers(9))])
-            kept = drafter.dump()
+            kept = drafter._answers
             num_bytes = sum(len(key) for key in kept)
             num_bytes += sum(a.tokens.nbytes for answers in kept.values() for a in answers)
             assert drafter.num_bytes == num_bytes <= 20_000
             assert all(0 < len(answers) <= 16 for answers in kept.values())
 
-    def test_a_dump_is_loaded(self):
+    def test_answers_are_loaded(self):
         drafter, other = HistoryDrafter(10_000), HistoryDrafter(10_000)
         self.answer(drafter, [1], [2])
-        other.load(drafter.dump())
+        other.load(drafter._answers)
         assert lists(other.references(text([]))) == lists(drafter.references(text([])))
         assert other.num_bytes == drafter.num_bytes
         small = HistoryDrafter(10)
-        small.load(drafter.dump())
+        small.load(drafter._answers)
         assert small.num_bytes == 0
 
     def test_threads(self):
@@ -135,7 +135,7 @@ class TestHistory:
             thread.join()
         assert not drafter._num_unfinished
         assert not drafter._finished
-        kept = drafter.dump()
+        kept = drafter._answers
         num_bytes = sum(a.tokens.nbytes for answers in kept.values() for a in answers)
         assert drafter.num_bytes == num_bytes + sum(map(len, kept)) <= 5000
 

@@ -153,7 +153,7 @@ class TestRule:
             expected = jnp.zeros((1, *states.shape[1:]))
             for i in np.flatnonzero(own):
                 q_i, k_i, v_i, *gates = (jnp.asarray(x[i : i + 1]) for x in (q, k, v, decay, rate))
-                expected, o = delta_net.step(expected, Heads(q_i, k_i, v_i), *gates)
+                expected, o = delta_net.token_step(expected, Heads(q_i, k_i, v_i), *gates)
                 np.testing.assert_allclose(out[i], o[0], atol=1e-5)
             np.testing.assert_allclose(new[slot], expected[0], atol=1e-5)
         assert (np.asarray(new)[1] == 7.0).all()

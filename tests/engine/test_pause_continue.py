@@ -177,7 +177,7 @@ class TestLife:
             raise RuntimeError("planted fault")
 
         with monkeypatch.context() as patch:
-            patch.setattr(core.warmup, "run", fail)
+            patch.setattr(core.warmup, "compile_all", fail)
             with pytest.raises(RuntimeError, match="planted fault"):
                 engine.warmup()
         assert tokens_of(results(calls)) == expected

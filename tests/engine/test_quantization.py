@@ -114,7 +114,7 @@ def test_updates_make_new_factors():
 
 def test_whole_numbers_and_factors():
     weight = jnp.asarray([[0.0, 2.54, -1.0], [0.0, -0.01, 0.5]])
-    values, scale = (Quantized((2, 3), 1, is_scale).of(weight) for is_scale in (False, True))
+    values, scale = (Quantized((2, 3), 1, is_scale).quantize(weight) for is_scale in (False, True))
     np.testing.assert_allclose(scale, [1.0, 0.02, 1 / 127], rtol=1e-6)
     np.testing.assert_array_equal(values, [[0, 127, -127], [0, 0, 64]])
     assert values.dtype == jnp.int8

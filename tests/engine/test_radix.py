@@ -18,7 +18,7 @@ from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.cache.radix import RadixCache
 from sgljax_engine.errors import EngineError
 from sgljax_engine.types import Request, SamplingParams
-from tests.engine.radix_model import CheckedCache, random_operations
+from tests.engine.radix_model import CheckedCache, acquire, random_operations
 
 
 class AllocatorMachine(RuleBasedStateMachine):
@@ -182,7 +182,7 @@ class TestExamples:
 
     def store(self, cache, tokens):
         pages = cache.allocate(len(tokens) // 2)
-        cache.release(cache.extend(cache.acquire([]), tokens, pages, merge=True))
+        cache.release(cache.extend(acquire(cache, []), tokens, pages, merge=True))
         return pages
 
     def cached(self, cache):
@@ -193,7 +193,7 @@ class TestExamples:
         self.store(cache, [1, 1, 2, 2])
         self.store(cache, [1, 1, 3, 3])
         self.store(cache, [4, 4, 5, 5])
-        cache.release(cache.acquire([1, 1, 2, 2]))
+        cache.release(acquire(cache, [1, 1, 2, 2]))
         assert cache.num_available == 5
         cache.allocate(1)
         assert (1, 1, 3, 3) not in self.cached(cache)
@@ -203,7 +203,7 @@ class TestExamples:
     def test_a_held_prefix_is_not_evicted(self):
         _, cache = self.make(num_pages=4)
         pages = self.store(cache, [1, 1, 2, 2])
-        handle = cache.acquire([1, 1, 2, 2, 3])
+        handle = acquire(cache, [1, 1, 2, 2, 3])
         assert handle.pages() == pages
         cache.allocate(2)
         with pytest.raises(EngineError, match="cannot allocate 1 KV pages, 0 are free"):
@@ -221,9 +221,9 @@ class TestExamples:
     def test_pages_of_an_old_tree_are_freed_with_their_last_handle(self):
         allocator, cache = self.make()
         self.store(cache, [1, 1, 2, 2, 3, 3])
-        handle = cache.acquire([1, 1, 2, 2])
+        handle = acquire(cache, [1, 1, 2, 2])
         assert cache.reset() == 1
-        assert cache.acquire([1, 1]).num_pages == 0
+        assert acquire(cache, [1, 1]).num_pages == 0
         assert (allocator.num_used, cache.num_cached, cache.num_available) == (2, 2, 6)
         cache.release(handle)
         assert (allocator.num_used, cache.num_cached) == (0, 0)

@@ -178,7 +178,7 @@ class TestInterruptions:
             kept = core.sleep_manager.keep(weights=False, pages=True)
             assert kept.pages is not None
             core.runner.kv_memory.release()
-            core.runner.kv_memory.take()  # zeros
+            core.runner.kv_memory.allocate()  # zeros
             core.runner.kv_memory.load_pages(kept.pages, core.pool.used_pages)
         engine.finish()
         check([future.result(0) for future in futures], routed)

@@ -153,7 +153,7 @@ class TestSleep:
         prefilled = engine.get_internal_state().counters.num_prefill_tokens
         engine.pause_generation("in_place")
         programs = inside.runner(engine).programs
-        plant(programs, "run", 3, RuntimeError("planted fault"))
+        plant(programs, "run_program", 3, RuntimeError("planted fault"))
         before = look(engine)
         with pytest.raises(OffloadError, match="planted fault"):
             engine.sleep(preserve_state=True)
@@ -172,7 +172,7 @@ def assert_it_sleeps_on(engine, expected, plant, fault, tags):
     prefilled = engine.get_internal_state().counters.num_prefill_tokens
     engine.sleep(2, preserve_state=True)
     before = look(engine)
-    owner = inside.runner(engine).programs if name == "run" else None
+    owner = inside.runner(engine).programs if name == "run_program" else None
     count = plant(owner, name, k, error("planted fault"))
     with pytest.raises(OffloadError, match=r"planted fault.* sleeps on") as caught:
         engine.wake_up(tags)
@@ -197,8 +197,8 @@ class TestWakeUp:
             ("to_device", 2, MemoryError),
             ("to_device", 6, RuntimeError),
             ("allocate_kv_pages", 1, MemoryError),
-            ("run", 1, RuntimeError),
-            ("run", 4, MemoryError),
+            ("run_program", 1, RuntimeError),
+            ("run_program", 4, MemoryError),
         ],
     )
     def test_sleeps_on_and_can_be_tried_again(self, engine, expected, plant, fault, tags):
@@ -243,7 +243,7 @@ class TestWakeUp:
         engine.sleep(preserve_state=True)
         before = look(engine)
         core, count = inside.core(engine), []
-        real = core.runner.programs.run
+        real = core.runner.programs.run_program
 
         def run(call, state):
             count.append(None)
@@ -254,7 +254,7 @@ class TestWakeUp:
             return real(call, state)
 
         with monkeypatch.context() as patch:
-            patch.setattr(core.runner.programs, "run", run)
+            patch.setattr(core.runner.programs, "run_program", run)
             with pytest.raises(OffloadError, match="planted fault"):
                 engine.wake_up()
         assert look(engine) == before

@@ -23,6 +23,7 @@ from sgljax_engine.kernels.tpu.paged_sizes import Sizes
 from sgljax_engine.layers.kernels import XlaKernels
 from sgljax_engine.placement.submeshes import place
 from tests.engine.models import TINY
+from tests.engine.page_layouts import pack, unpack
 from tests.engine.paged_cases import (
     OPTIONS,
     as_pages,
@@ -129,12 +130,12 @@ class Writing:
         call = jax.jit(attention.write_and_attend, static_argnums=4)
         num_kv_heads, head_dim = new.shape[3:]
         layout = PageLayout(num_kv_heads, head_dim, heads_per_row(head_dim))
-        pages = LayerKV(*(jnp.asarray(layout.pack(np.asarray(part))) for part in self.layer))
+        pages = LayerKV(*(jnp.asarray(pack(layout, np.asarray(part))) for part in self.layer))
         parts = queries, new[:, 0], new[:, 1]
         q, k, v = (jnp.asarray(x.reshape(-1, *x.shape[2:])) for x in parts)
         out, layer = call(NewTokens(q, k, v), pages, tables, None, options)
         out = out.reshape(queries.shape)
-        layer = [layout.unpack(np.asarray(part)) for part in layer]
+        layer = [unpack(layout, np.asarray(part)) for part in layer]
         self.check_outputs(out, queries, options)
         for which, pages in enumerate(layer):
             want = np.asarray(self.layer[which]).swapaxes(1, 2).reshape(-1, *new.shape[3:]).copy()

@@ -138,7 +138,7 @@ class TestEngine:
         """NaN everywhere but in the null page, such as another request's keys could be."""
         with make(attention_backend=backend) as engine:
             kv_memory = inside.runner(engine).kv_memory
-            kv_memory.take()
+            kv_memory.allocate()
 
             def spoil(pages: jax.Array, in_window: bool) -> jax.Array:
                 first = NUM_NULL if in_window else 0
@@ -163,11 +163,11 @@ class TestEngine:
             engine.step(20)
             core = engine.core
             assert core.pool.windows is not None
-            before = core.pool.windows.of.copy()
+            before = core.pool.windows.by_page.copy()
             kept = core.sleep_manager.keep(weights=False, pages=True)
             assert kept.pages is not None
             core.runner.kv_memory.release()
-            core.runner.kv_memory.take()  # zeros
+            core.runner.kv_memory.allocate()  # zeros
             core.runner.kv_memory.load_pages(kept.pages, core.pool.used_pages, before)
             core.check_integrity()
         engine.step(10_000)
@@ -261,7 +261,7 @@ class TestPages:
             windows.attach(page)
         windows.let_go([2, 0], keep=True)
         windows.attach(5)
-        assert [windows.of[page] != NONE for page in (0, 1, 2, 3, 5)] == [
+        assert [windows.by_page[page] != NONE for page in (0, 1, 2, 3, 5)] == [
             True,
             True,
             False,
@@ -287,7 +287,7 @@ class TestPages:
         windows.check_integrity([[1]])
         with pytest.raises(EngineError, match="0 requests need the window page of 1"):
             windows.check_integrity([])
-        windows.of[2] = windows.of[1]
+        windows.by_page[2] = windows.by_page[1]
         with pytest.raises(EngineError, match="by two"):
             windows.check_integrity([[1]])
 
@@ -322,7 +322,7 @@ def test_layers_of_two_shapes_in_two_pools():
         options: dict[str, Any] = {**SMALL, "disable_hybrid_swa_memory": is_off}
         with Engine(model_config=model, weights=weights, **options) as engine:
             kv = inside.runner(engine).kv_memory
-            kv.take()
+            kv.allocate()
             shapes = [layer.k.shape for layer in kv.kv.layers]
             found.append([out.output_ids for out in engine.generate_requests(prompts(), GREEDY)])
     assert [shape[1:] for shape in shapes] == [(2, PAGE, 16), (1, PAGE, 32)]

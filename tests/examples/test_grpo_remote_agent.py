@@ -191,15 +191,15 @@ def test_three_steps(ends, monkeypatch):
     One in four of the turns after a tool's answer does not end before its room is used up.
     """
     updated = Future()
-    run = Generation.run
+    generate = Generation.generate
     (batch,) = grpo_remote_agent.problem_batches(1, SHORT.grpo.prompts_per_step, SHORT.seed)
     held = [[1, *Tokenizer().encode(prompt)] for prompt in batch["prompts"]]
 
-    async def run_later(self, request, job):
+    async def generate_later(self, request, job):
         (ids,) = job.input_ids
         if any(ids != prompt == ids[: len(prompt)] for prompt in held):  # not computed
             await asyncio.shield(asyncio.wrap_future(updated))
-        return await run(self, request, job)
+        return await generate(self, request, job)
 
     def check(example, episodes):
         assert_exact(example, episodes)
@@ -210,7 +210,7 @@ def test_three_steps(ends, monkeypatch):
             updated.set_result(None)
 
     checked = []
-    monkeypatch.setattr(Generation, "run", run_later)
+    monkeypatch.setattr(Generation, "generate", generate_later)
     monkeypatch.setattr(grpo_remote_agent, "assert_exact", check)
     agent = agent_with(
         "calls = itertools.count()",

@@ -50,9 +50,9 @@ class FailingTransport(InProcessTransport):
             return TransferResult(req_id=req_id, success=False, message="the wire broke")
         return super().transfer(src_units, dst_units, req_id, generation)
 
-    def take(self, unit, req_id):
+    def pop(self, unit, req_id):
         self.on_take.get(unit.job_replica_id, lambda: None)()
-        return super().take(unit, req_id)
+        return super().pop(unit, req_id)
 
 
 class Fleet:

@@ -1,5 +1,3 @@
-"""The place of a training in its data: which rows need not be asked any more."""
-
 from __future__ import annotations
 
 import hashlib
@@ -17,20 +15,11 @@ _NAME = "rows"
 class DataPlace:
     """Numbers of the rows that were trained on or dropped, and what the rows read so far were.
 
-    Not all below a number: groups that are carried are trained on after later ones.
-
-    Attributes:
-        num_below: All rows below this number are used.
-        has_dropped: Whether rows were dropped.
+    Not all below a number: groups that are carried are trained on after later ones. All rows below
+    `num_below` are used.
     """
 
     def __init__(self, num_below: int = 0, kept: Mapping[str, Any] | None = None) -> None:
-        """Starts at the first row, behind some rows, or where a checkpoint was.
-
-        Args:
-            num_below: Rows at the beginning that are used.
-            kept: `to_json` of an earlier process, instead.
-        """
         fresh = {"below": num_below, "above": [], "dropped": False, "read": 0, "digest": ""}
         kept = kept or fresh
         self.num_below: int = kept["below"]
@@ -41,7 +30,6 @@ class DataPlace:
         self._hash = hashlib.blake2b(digest_size=8)
 
     def __contains__(self, number: int) -> bool:
-        """Whether a row is used."""
         return number < self.num_below or number in self._above
 
     def use(self, trained: Iterable[int], dropped: Sequence[int] = ()) -> None:
@@ -89,10 +77,8 @@ class DataPlace:
 def restored_place(trainer: Any, num_below: int) -> DataPlace:
     """Where the checkpoint of a trainer was in its data; its next ones keep where it is then.
 
-    Args:
-        trainer: Tunix's, before it trains.
-        num_below: Rows at the beginning that were used if the checkpoint does not say it, since
-            another learner wrote it.
+    The trainer is Tunix's, before it trains. Another learner's checkpoint does not say:
+    `num_below`.
     """
     place = DataPlace(num_below, restored_state(trainer, _NAME))
     keep_state(trainer, _NAME, place.to_json)

@@ -20,13 +20,7 @@ _WEIGHT = ".weight"
 
 
 class HfPair(NamedTuple):
-    """A pair of one Hugging Face tensor.
-
-    Attributes:
-        a: [rank, in].
-        b: [out, rank].
-        scale: Factor of b a.
-    """
+    """A pair of one Hugging Face tensor: A [rank, in], B [out, rank], and the factor of B A."""
 
     a: np.ndarray
     b: np.ndarray
@@ -34,7 +28,6 @@ class HfPair(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """Number of rows of A."""
         return self.a.shape[0]
 
     @property
@@ -44,18 +37,12 @@ class HfPair(NamedTuple):
 
 
 class LoraScale(NamedTuple):
-    """The scale of all pairs, in one of two ways.
-
-    Attributes:
-        scaling: alpha / rank; None if alpha is given.
-        alpha: Alpha, which is divided by each pair's rank.
-    """
+    """The scale of all pairs: alpha / rank, or alpha, which is divided by each pair's rank."""
 
     scaling: float | None
     alpha: float | None
 
-    def of(self, rank: int) -> float:
-        """The scale of a pair."""
+    def for_rank(self, rank: int) -> float:
         if self.scaling is not None:
             return self.scaling
         assert self.alpha is not None
@@ -70,10 +57,8 @@ def hf_pairs(
 ) -> dict[str, HfPair]:
     """The pairs of a checkpoint by the names of their tensors.
 
-    A pair of a fused weight becomes one pair per part, all with the same A.
-
-    Raises:
-        WeightSyncError: names all pairs that are incomplete, belong to no tensor, or do not fit it.
+    A pair of a fused weight becomes one pair per part, all with the same A. WeightSyncError names
+    all pairs that are incomplete, belong to no tensor, or do not fit it.
     """
     found: dict[str, HfPair] = {}
     problems: list[str] = []
@@ -95,7 +80,7 @@ def hf_pairs(
                     )
                 else:
                     factor = lora_factor(name, num_in=a.shape[1])
-                    found[target] = HfPair(a, b, scale.of(a.shape[0]) / factor)
+                    found[target] = HfPair(a, b, scale.for_rank(a.shape[0]) / factor)
         except ValueError as error:
             problems.append(f"{name!r}: {error}")
     if problems:
@@ -109,11 +94,7 @@ def hf_pairs(
 def _split(
     name: str, a: np.ndarray, b: np.ndarray, architecture: str
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """The tensors that a pair belongs to, each with its A and B.
-
-    Raises:
-        ValueError: The shapes are not those of such a pair.
-    """
+    """The tensors that a pair belongs to, each with its A and B."""
     targets = built_in_targets(name, architecture)
     if not targets:
         raise ValueError(f"no weight of a {architecture} is called so")

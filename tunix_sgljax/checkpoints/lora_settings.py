@@ -17,11 +17,9 @@ FILE = "lora.json"
 class LoraSettings:
     """A low-rank pair beside each chosen weight, whose own values stay as they are.
 
-    Attributes:
-        rank: Rank of the pairs.
-        alpha: Numerator of the pairs' scale, alpha / rank. Checkpoints do not hold it.
-        module_path: Regular expression for the whole path of a module: "layers/0/attn/q_proj".
-        weight_qtype: Quantise the frozen weights that have a pair: "int8", "int4" or "nf4".
+    `module_path` is a regular expression for the whole path of a module: "layers/0/attn/q_proj".
+    The scale of pairs is alpha / rank; checkpoints do not hold alpha. `weight_qtype` quantises the
+    frozen weights that have a pair: "int8", "int4" or "nf4".
     """
 
     rank: int
@@ -31,18 +29,13 @@ class LoraSettings:
 
 
 def write_settings(root: Path, settings: LoraSettings) -> None:
-    """Writes the file into a checkpoint root, which is created if missing."""
     root.mkdir(parents=True, exist_ok=True)
     text = json.dumps(dataclasses.asdict(settings), indent=2) + "\n"
     (root / FILE).write_text(text, encoding="utf-8")
 
 
 def read_settings(root: Path) -> LoraSettings | None:
-    """Reads the file in a checkpoint root; None if there is none.
-
-    Raises:
-        WeightLoadError: it is damaged.
-    """
+    """Reads the file in a checkpoint root; None if there is none."""
     path = root / FILE
     if not path.is_file():
         return None

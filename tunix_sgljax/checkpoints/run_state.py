@@ -24,7 +24,6 @@ class CheckpointsWithState:
     """
 
     def __init__(self, inner: CheckpointManager) -> None:
-        """Takes Tunix's manager."""
         self._inner = inner
         self._readers: dict[str, Callable[[], Any]] = {}
         self._newest: tuple[int, dict[str, Any]] = (-1, {})
@@ -40,29 +39,25 @@ class CheckpointsWithState:
         custom_metadata: dict[str, Any] | None = None,
         **options: Any,  # Tunix's; releases differ
     ) -> bool:
-        """Implements Tunix's manager, as do the methods below."""
         if custom_metadata is not None or self._newest[0] != step:
             parts = {name: read() for name, read in self._readers.items()}
             self._newest = step, {**(custom_metadata or {}), _KEY: parts}
         return self._inner.save(step, *models, custom_metadata=self._newest[1], **options)
 
-    def latest_step(self) -> int | None:  # noqa: D102
+    def latest_step(self) -> int | None:
         return self._inner.latest_step()
 
-    def maybe_restore(self, *models: Any, **options: Any) -> tuple[int, dict[str, Any]]:  # noqa: D102
+    def maybe_restore(self, *models: Any, **options: Any) -> tuple[int, dict[str, Any]]:
         return self._inner.maybe_restore(*models, **options)
 
-    def close(self) -> None:  # noqa: D102
+    def close(self) -> None:
         self._inner.close()
 
 
 def keep_state(trainer: Any, name: str, read: Callable[[], Any]) -> None:
     """Has every later checkpoint of a trainer keep a part of the run. Before it trains.
 
-    Args:
-        trainer: Tunix's, such as `cluster.actor_trainer`.
-        name: Names the part.
-        read: Returns the part after a weight update, as JSON holds it. On the training thread.
+    `read` returns the part after a weight update, as JSON holds it, on the training thread.
     """
     if trainer.config.checkpoint_root_directory is None:
         return

@@ -19,13 +19,9 @@ _MARKER = "_METADATA"
 def find_step(path: str | Path, step: int | None = None) -> Path:
     """The folder of a model's parameters within a checkpoint folder.
 
-    Args:
-        path: The folder given to Tunix (which contains `actor`), a folder with steps, one step, or
-            its `model_params`.
-        step: Number of the step; None takes the latest.
-
-    Raises:
-        WeightLoadError: when there is no checkpoint, or not that step; lists the existing ones.
+    The path is the folder given to Tunix (which contains `actor`), a folder with steps, one step,
+    or its `model_params`; the step is the latest by default. WeightLoadError lists the existing
+    ones.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -77,11 +73,7 @@ def _opened(folder: str | Path) -> Iterator[tuple[Any, Any]]:
 
 
 def stored_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of the parameters in a `model_params` folder, by the trainer's dotted names.
-
-    Raises:
-        WeightLoadError: when Orbax cannot read it.
-    """
+    """The shapes of the parameters in a `model_params` folder, by the trainer's dotted names."""
     with _opened(folder) as (handler, path):
         named = flatten_named(handler.metadata(path).tree)
     return {_without_value(name): tuple(entry.shape) for name, entry in named.items()}
@@ -90,8 +82,7 @@ def stored_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
 def read_checkpoint(folder: str | Path) -> dict[str, np.ndarray]:
     """The parameters in a `model_params` folder, on the host, by the trainer's dotted names.
 
-    Raises:
-        WeightLoadError: when Orbax cannot read it, and for weights that qwix quantised.
+    Weights that qwix quantised are refused.
     """
     import jax
     import orbax.checkpoint as ocp  # takes seconds, and only needed here
@@ -112,7 +103,6 @@ def read_checkpoint(folder: str | Path) -> dict[str, np.ndarray]:
 
 
 def root_of(step_folder: Path) -> Path:
-    """The folder given to Tunix, for a `model_params` folder found by `find_step`."""
     folder = step_folder.parent.parent
     return folder.parent if folder.name == _ACTOR else folder
 

@@ -1,5 +1,3 @@
-"""Writers for the answers of `generate`, and a summary at the end."""
-
 from __future__ import annotations
 
 import json
@@ -35,12 +33,10 @@ class TextWriter:
     """Writes texts to stdout in the order of the prompts, with headings if there are several."""
 
     def __init__(self, num_prompts: int) -> None:
-        """Sets the number of prompts."""
         self._num_prompts = num_prompts
         self._order = _InOrder()
 
     def write(self, index: int, prompt: Prompt, outputs: Sequence[dict[str, Any]]) -> None:
-        """Writes all samples of a prompt, as `Engine.generate` returns them."""
         lines: list[str] = []
         for sample, output in enumerate(outputs):
             of = f", sample {sample + 1}/{len(outputs)}" if len(outputs) > 1 else ""
@@ -50,7 +46,6 @@ class TextWriter:
         self._emit(index, lines)
 
     def refuse(self, index: int, prompt: Prompt, error: Exception) -> None:
-        """Writes the error of a refused prompt instead, to stderr."""
         say(f"error: {prompt.label}: {error}")
         self._emit(index, [])
 
@@ -66,12 +61,10 @@ class JsonlWriter:
     """Writes one JSON object per sample, when its prompt is answered."""
 
     def __init__(self, path: str, *, keep_order: bool) -> None:
-        """Opens the file and overwrites its contents."""
         self._file = Path(path).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._order = _InOrder() if keep_order else None
 
     def write(self, index: int, prompt: Prompt, outputs: Sequence[dict[str, Any]]) -> None:
-        """Writes all samples of a prompt, as `Engine.generate` returns them."""
         self._put(
             index,
             [
@@ -81,7 +74,6 @@ class JsonlWriter:
         )
 
     def refuse(self, index: int, prompt: Prompt, error: Exception) -> None:
-        """Writes the error of a refused prompt instead, also to stderr."""
         say(f"error: {prompt.label}: {error}")
         self._put(index, [{**_head(index, prompt), "error": str(error)}])
 
@@ -91,7 +83,6 @@ class JsonlWriter:
             self._file.write(line + "\n")
 
     def close(self) -> None:
-        """Closes the file."""
         self._file.close()
 
 
@@ -136,7 +127,6 @@ class Summary:
         self._num_aborted = 0
 
     def add(self, output: dict[str, Any]) -> None:
-        """Adds an answer, or the last piece of a streamed one."""
         meta = output["meta_info"]
         self._num_tokens.append(meta["completion_tokens"])
         if meta["time_to_first_token"] is not None:
@@ -144,7 +134,6 @@ class Summary:
         self._num_aborted += meta["finish_reason"]["type"] == "abort"
 
     def in_words(self, state: EngineState) -> str:
-        """Tokens per second, times to the first token, and errors."""
         seconds = time.perf_counter() - self._start
         total = sum(self._num_tokens)
         parts = [

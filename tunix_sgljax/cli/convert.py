@@ -47,7 +47,6 @@ _WEIGHT_INDEXES = ("*.safetensors.index.json", "*.bin.index.json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of `convert`."""
     parser.add_argument("source", metavar="SOURCE", help="a Tunix checkpoint, or a model's folder")
     parser.add_argument("--output", required=True, metavar="FOLDER", help="where; must not exist")
     parser.add_argument(
@@ -141,11 +140,7 @@ def _partial_folder(output: Path) -> Iterator[Path]:
 
 
 def lora_scale(args: argparse.Namespace) -> LoraScale | None:
-    """The scale given by the user, or None.
-
-    Raises:
-        InvalidConfigError: for both options at once, or an invalid scale.
-    """
+    """The scale given by the user, or None."""
     from tunix_sgljax.checkpoints.lora_files import LoraScale
 
     for name in ("lora_alpha", "lora_scaling"):
@@ -207,11 +202,7 @@ def _numpy_dtype(name: str | None) -> np.dtype | None:
 
 
 def parse_size(text: str) -> int:
-    """Bytes, from a number with a unit.
-
-    Raises:
-        InvalidConfigError: for anything else, or less than one byte.
-    """
+    """Bytes, from a number with a unit."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]I?B|)", text.strip().upper())
     size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if size < 1:

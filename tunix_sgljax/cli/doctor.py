@@ -26,7 +26,6 @@ The exit code is 1 if there is a problem. No weight is loaded, and nothing is co
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of `doctor`."""
     parser.add_argument("--model", metavar="FOLDER", help="look at this Hugging Face folder too")
     parser.add_argument(
         "--tokenizer",
@@ -66,7 +65,6 @@ def _tokenizer_folder(path: str) -> Path:
 
 
 def describe(facts: Facts) -> list[str]:
-    """The report's lines before the findings."""
     lines = ["Versions", f"  python {facts.python}, {facts.system}"]
     lines += [f"  {name} {version}" for name, version in facts.versions.items()]
     memory = "unknown"
@@ -142,7 +140,6 @@ def _describe_preview(facts: Facts) -> list[str]:
 
 
 def list_findings(findings: list[Finding]) -> list[str]:
-    """One line for each finding, and one for its fix."""
     if not findings:
         return ["No problems found."]
     lines = []

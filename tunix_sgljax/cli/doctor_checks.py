@@ -41,7 +41,6 @@ _note = functools.partial(Finding, "note")
 
 
 def check_requirements(facts: Facts) -> Findings:
-    """Every required package is installed, in a version within its range."""
     for requirement in required_here(facts.requirements):
         version = facts.versions.get(requirement.name)
         wanted = str(requirement.specifier) or "any version"
@@ -53,7 +52,6 @@ def check_requirements(facts: Facts) -> Findings:
 
 
 def check_jax_starts(facts: Facts) -> Findings:
-    """JAX can be imported and finds a device."""
     if facts.jax_problem is not None and not facts.is_pathways:
         wanted = facts.variables.get("JAX_PLATFORMS")
         fix = "see https://docs.jax.dev/en/latest/installation.html"
@@ -63,7 +61,6 @@ def check_jax_starts(facts: Facts) -> Findings:
 
 
 def check_pathways(facts: Facts) -> Findings:
-    """What Pathways needs is there, and what the user of it must know."""
     if not facts.is_pathways:
         return
     if "pathwaysutils" not in facts.versions:
@@ -90,7 +87,6 @@ def check_pathways(facts: Facts) -> Findings:
 
 
 def check_maxtext(facts: Facts) -> Findings:
-    """What MaxText's RL trainer needs is there, if MaxText is."""
     if "maxtext" not in facts.versions:
         return
     if tuple(map(int, facts.python.split(".")[:2])) < MIN_PYTHON:
@@ -109,7 +105,6 @@ def check_maxtext(facts: Facts) -> Findings:
 
 
 def check_accelerator_is_used(facts: Facts) -> Findings:
-    """JAX uses the GPU or TPU of this machine."""
     platforms = {device.platform for device in facts.devices}
     used = {{"cuda": "gpu", "rocm": "gpu"}.get(name, name) for name in platforms}
     for kind in sorted(facts.accelerators - used) if facts.jax_problem is None else ():
@@ -145,7 +140,6 @@ def check_variables(facts: Facts) -> Findings:
 
 
 def check_cache(facts: Facts) -> Findings:
-    """Compiled programs can be cached for the next start."""
     if facts.cache is not None and not facts.cache.is_writable:
         yield _problem(
             f"the compilation cache {facts.cache.path} cannot be written: every start compiles "
@@ -156,7 +150,6 @@ def check_cache(facts: Facts) -> Findings:
 
 
 def check_host(facts: Facts) -> Findings:
-    """The host and the devices have free memory."""
     available = facts.available_bytes
     if available is not None and available < _MIN_AVAILABLE_BYTES:
         yield _note(
@@ -172,7 +165,6 @@ def check_host(facts: Facts) -> Findings:
 
 
 def check_model(facts: Facts) -> Findings:
-    """The engine supports the model, its weights exist, and it fits."""
     model, preview = facts.model, facts.preview
     if model is not None and model.problem is not None:
         other = "compare config.json with the original"
@@ -190,7 +182,6 @@ def check_model(facts: Facts) -> Findings:
 
 
 def check_dtype(facts: Facts) -> Findings:
-    """The device computes fast in the dtype."""
     preview = facts.preview
     if preview is not None and preview.platform == "cpu" and preview.dtype != "float32":
         fix = "--engine dtype=float32, if memory allows"
@@ -198,7 +189,6 @@ def check_dtype(facts: Facts) -> Findings:
 
 
 def check_tokenizer(facts: Facts) -> Findings:
-    """The model has a matching tokenizer."""
     model = facts.model
     if model is None or model.problem is not None:
         return
@@ -238,7 +228,6 @@ def check_tokenizer(facts: Facts) -> Findings:
 
 
 def check_tokenizer_files(facts: Facts) -> Findings:
-    """Tokenizers that are asked about can be loaded, by transformers alone too."""
     for folder in facts.tokenizers:
         if folder.problem is not None:
             yield _problem(
@@ -271,6 +260,5 @@ CHECKS: tuple[Callable[[Facts], Findings], ...] = (
 
 
 def find_all(facts: Facts) -> list[Finding]:
-    """Findings of all checks, problems first."""
     findings = [finding for check in CHECKS for finding in check(facts)]
     return sorted(findings, key=lambda finding: finding.level != "problem")

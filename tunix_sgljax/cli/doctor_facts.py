@@ -100,15 +100,9 @@ class TokenizerFolder(NamedTuple):
 class Facts:
     """Input of all checks.
 
-    Attributes:
-        requirements: Requirements in the installed distribution's metadata.
-        jax_problem: Why JAX could not be imported or found no device.
-        accelerators: Kinds that the machine has, whether JAX uses them or not.
-        cache: The compilation cache; None if it is off.
-        preview: What an engine would use; None if it would not start.
-        preview_problem: Why it would not start.
-        is_example: Whether the preview is for Qwen3-0.6B's shape instead of a user's model.
-        tokenizers: The model's folder and that of `--tokenizer`, if given.
+    `accelerators` are kinds that the machine has, whether JAX uses them or not. `preview` is what
+    an engine would use; None if it would not start. If `is_example` it is for Qwen3-0.6B's shape
+    instead of a user's model.
     """
 
     python: str
@@ -139,7 +133,6 @@ class Facts:
 
 
 def gather(folder: Path | None, config: EngineConfig) -> Facts:
-    """Gathers facts about this machine, and a model's folder if given."""
     requirements = tuple(importlib.metadata.requires(DISTRIBUTION) or ())
     total, available = host_memory()
     facts = Facts(
@@ -179,7 +172,6 @@ def gather(folder: Path | None, config: EngineConfig) -> Facts:
 
 
 def num_cores() -> int:
-    """Returns how many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -276,7 +268,6 @@ def look_at_cache(path: Path) -> Cache:
 
 
 def look_at_model(folder: Path) -> Model:
-    """Reads a folder's config, the names of its weights, and its tokenizer."""
     from sgljax_engine import (
         EngineError,
         InvalidConfigError,
@@ -306,7 +297,6 @@ def look_at_model(folder: Path) -> Model:
 
 
 def look_at_tokenizer(folder: Path) -> TokenizerFolder:
-    """Loads a tokenizer as the engine does, and compares it."""
     from sgljax_engine import InvalidConfigError, load_hf_tokenizer
 
     try:

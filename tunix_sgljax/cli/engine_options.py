@@ -12,7 +12,6 @@ from sgljax_engine import EngineConfig, InvalidConfigError, check_model_folder
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Declares `--engine`."""
     parser.add_argument(
         "--engine",
         action="append",
@@ -24,11 +23,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def model_folder(path: str, option: str = "--model") -> Path:
-    """The folder of a Hugging Face model that an option names.
-
-    Raises:
-        InvalidConfigError: when there is none, or it has no config.json.
-    """
+    """The folder of a Hugging Face model that an option names."""
     folder = check_model_folder(option, path)
     if not (folder / "config.json").is_file():
         raise InvalidConfigError(f"{option} must be a folder with a config.json, got {path!r}")
@@ -36,11 +31,7 @@ def model_folder(path: str, option: str = "--model") -> Path:
 
 
 def read_pairs(option: str, pairs: Sequence[str]) -> dict[str, Any]:
-    """`key=value` arguments as a dict; values are JSON if possible, else text.
-
-    Raises:
-        InvalidConfigError: for an argument without `=`, or a key given twice.
-    """
+    """`key=value` arguments as a dict; values are JSON if possible, else text."""
     values: dict[str, Any] = {}
     for pair in pairs:
         key, is_pair, text = pair.partition("=")
@@ -64,9 +55,5 @@ def parse_value(text: str) -> Any:
 
 
 def engine_config(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> EngineConfig:
-    """The configuration that `--engine` asks for.
-
-    Raises:
-        InvalidConfigError: for an unknown name, with the nearest known one; for a bad value.
-    """
+    """The configuration that `--engine` asks for."""
     return EngineConfig.from_options({**(defaults or {}), **read_pairs("--engine", args.engine)})

@@ -27,7 +27,6 @@ checkpoint_root_directory is taken, or else the weights that training starts wit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the command's options."""
     parser.add_argument("--config", type=Path, required=True, help="the YAML file of the training")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="values that win over the file's"
@@ -114,7 +113,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def in_words(found: Evaluation) -> str:
-    """The result in three lines."""
     sampling, data = found.sampling, found.data
     temperature = sampling["temperature"]
     how = "greedy" if temperature == 0 else f"at temperature {temperature}"

@@ -44,7 +44,6 @@ _MAX_RUNNING = 256
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of `generate`."""
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="what to complete")
     parser.add_argument("--model", required=True, metavar="FOLDER", help="a Hugging Face folder")
     parser.add_argument("--input", metavar="FILE", help="a prompt a line; - for stdin (default)")
@@ -121,14 +120,11 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """An engine and the settings common to all prompts."""
-
     engine: Engine
     args: argparse.Namespace
     sampling: dict[str, Any]
 
     def request(self, prompt: Prompt) -> dict[str, Any]:
-        """The prompt as arguments of `Engine.generate`."""
         request: dict[str, Any] = {}
         if prompt.messages is not None:
             options = read_pairs("--template", self.args.template)
@@ -160,11 +156,7 @@ class _Job:
 
 
 def stream_one(job: _Job, prompt: Prompt, summary: Summary) -> None:
-    """Writes the text of one answer to stdout as it is generated; Ctrl-C cuts it short.
-
-    Raises:
-        InvalidRequestError: when the engine refuses the prompt.
-    """
+    """Writes the text of one answer to stdout as it is generated; Ctrl-C cuts it short."""
     text, abort = "", functools.partial(job.engine.abort_request, abort_all=True)
     with current().on_interrupt(abort):
         for piece in job.engine.generate(**job.request(prompt), stream=True):

@@ -23,16 +23,12 @@ class Interrupts:
     """Handles SIGINT inside its `with` block on the main thread; elsewhere it does nothing.
 
     The first Ctrl-C raises KeyboardInterrupt in the main thread, or calls the given function inside
-    `on_interrupt`. The second ends the process at once with `EXIT_INTERRUPTED`.
+    `on_interrupt`. The second ends the process at once with `EXIT_INTERRUPTED`. An interrupted
+    handler that `stays` outlives the block, so that another Ctrl-C can abandon threads that the
+    interpreter waits for at exit.
     """
 
     def __init__(self, *, stays: bool = False) -> None:
-        """Handles nothing yet.
-
-        Args:
-            stays: After an interrupt, keep the handler after the block, so that another Ctrl-C can
-                abandon threads that the interpreter waits for at exit.
-        """
         self._stays = stays
         self._abort: Callable[[], Any] | None = None
         self._count = 0
@@ -41,7 +37,6 @@ class Interrupts:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether Ctrl-C came."""
         return self._count > 0
 
     def __enter__(self) -> Interrupts:

@@ -109,7 +109,6 @@ def _engine_hint(name: str) -> str | None:
 
 
 def find_command(name: str) -> Command:
-    """The module of a command."""
     return cast(Command, importlib.import_module(f"tunix_sgljax.cli.{name}"))
 
 
@@ -162,13 +161,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def guarded(run: Callable[[], int], *, is_process: bool, is_debug: bool) -> int:
-    """Runs a command, says in one line what stopped it, and returns the exit code.
-
-    Args:
-        run: Parses and runs.
-        is_process: Whether the process ends behind it.
-        is_debug: Whether an error's traceback is shown too.
-    """
+    """Runs a command, says in one line what stopped it, and returns the exit code."""
     with Interrupts(stays=is_process):
         try:
             return run()

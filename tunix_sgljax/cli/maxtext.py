@@ -27,7 +27,6 @@ _OPTION = "sgljax_config."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the command's options."""
     parser.add_argument(
         "trainer", choices=["rl"], help="rl: maxtext.trainers.post_train.rl.train_rl"
     )
@@ -60,11 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def split_words(words: list[str]) -> tuple[str, list[str], dict[str, object]]:
-    """The config file, MaxText's overrides, and the options of our rollout.
-
-    Raises:
-        InvalidConfigError: for words that are neither.
-    """
+    """The config file, MaxText's overrides, and the options of our rollout."""
     from omegaconf import OmegaConf
 
     from sgljax_engine import InvalidConfigError

@@ -1,5 +1,3 @@
-"""Writing to the terminal."""
-
 from __future__ import annotations
 
 import sys

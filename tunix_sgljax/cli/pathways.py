@@ -18,9 +18,6 @@ def initialize() -> None:
     """Makes the proxy known to JAX if the environment asks for Pathways; again does no harm.
 
     It must come before anything touches JAX's devices.
-
-    Raises:
-        ValueError: pathwaysutils is not installed.
     """
     if not is_asked_for(os.environ):
         return

@@ -20,10 +20,7 @@ _OTHER_KEYS = ("id", "sampling_params")
 class Prompt:
     """What to complete: exactly one of `text`, `messages` and `input_ids`.
 
-    Attributes:
-        id: The user's id of the prompt, copied into the output.
-        sampling: This prompt's own fields of SamplingParams.
-        label: Name of the prompt in messages.
+    `id` is copied into the output; `label` names the prompt in messages.
     """
 
     text: str | None = None
@@ -37,14 +34,8 @@ class Prompt:
 def read_prompts(arguments: Sequence[str], path: str | None, is_jsonl: bool) -> list[Prompt]:
     """All prompts of a command line.
 
-    Args:
-        arguments: Prompts given as arguments; if there are none, `path` is read.
-        path: A file with one prompt per line; "-" or None for stdin.
-        is_jsonl: Whether lines are JSON objects, as always in a file called *.jsonl.
-
-    Raises:
-        InvalidRequestError: for prompts both as arguments and in a file, for no prompt, or for a
-            line that cannot be read, with its number.
+    Without arguments `path` is read, one prompt per line; "-" or None is stdin. Lines may be JSON
+    objects, as always in a file called *.jsonl. InvalidRequestError has a bad line's number.
     """
     if arguments:
         if path is not None or is_jsonl:
@@ -59,11 +50,7 @@ def read_prompts(arguments: Sequence[str], path: str | None, is_jsonl: bool) -> 
 
 
 def as_chat(prompt: Prompt, system: str | None) -> Prompt:
-    """The prompt as the user's message in a conversation.
-
-    Raises:
-        InvalidRequestError: for token ids, and for a conversation that `system` would change.
-    """
+    """The prompt as the user's message in a conversation."""
     if prompt.messages is not None and system is None:
         return prompt
     if prompt.text is None:

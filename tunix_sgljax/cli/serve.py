@@ -37,7 +37,6 @@ _WAIT_S = 3600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of `serve`."""
     parser.add_argument("--model", required=True, metavar="FOLDER", help="a Hugging Face folder")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     parser.add_argument("--port", type=int, default=30000, help="0 takes a free port (30000)")

@@ -28,7 +28,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the command's options."""
     parser.add_argument("--config", type=Path, required=True, help="a YAML file")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="values that win over the file's"

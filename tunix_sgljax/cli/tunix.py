@@ -33,7 +33,6 @@ _FLAG = "pathways_bns"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the command's options."""
     parser.add_argument(
         "pipeline", help="grpo, peft, or what else the installed Tunix has (ppo from 0.1.8 on)"
     )
@@ -76,7 +75,6 @@ def offered_pipelines() -> list[str]:
 
 
 def _import_entry(pipeline: str) -> tuple[str, types.ModuleType]:
-    """The module of a command of `tunix.cli`, and its name."""
     from absl import flags
 
     from sgljax_engine import InvalidConfigError
@@ -158,11 +156,7 @@ def _importing_from(folder: Path) -> Iterator[None]:
 def _parsed_flags(argv: list[str]) -> Iterator[list[str]]:
     """Parses flags and installs absl's log handler like `absl.app.run`, and undoes both.
 
-    Yields:
-        The arguments that are not flags.
-
-    Raises:
-        InvalidConfigError: for an unknown flag, or a bad value.
+    Yields the arguments that are not flags.
     """
     from absl import flags
     from absl import logging as absl_logging

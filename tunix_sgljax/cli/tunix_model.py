@@ -36,10 +36,8 @@ _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 class BaseTensors:
     """The tensors of the Hugging Face folder that training began with, not loaded.
 
-    Attributes:
-        of_text: Those of the language model by the engine's names.
-        names: The folder's names of these.
-        beside: All others by the folder's names: vision, and keys that no layer reads.
+    `of_text` are those of the language model by the engine's names, and `names` the folder's names
+    of these; `beside` has all others: vision, and keys that no layer reads.
     """
 
     of_text: Mapping[str, HfTensor]
@@ -48,7 +46,6 @@ class BaseTensors:
 
     @classmethod
     def read(cls, folder: Path, model: ModelConfig) -> BaseTensors:
-        """Reads the headers of a folder's files."""
         rules = hf_rules(model)
         targets = {rule.source: rule.target for rule in rules}
         prefixes = tuple(
@@ -94,13 +91,8 @@ def _module_name(name: str) -> str:
 class TunixModel:
     """A checkpoint, and the Hugging Face folder that training began with.
 
-    Attributes:
-        folder: The checkpoint's parameters.
-        model: The model of the parameters.
-        base: The Hugging Face folder.
-        tensors: All weights of the checkpoint; None if it holds only LoRA pairs.
-        pairs: LoRA parameters by Tunix's names; empty without LoRA.
-        scale: Scale of the pairs that `tunix-sgljax train` wrote; None if there is none.
+    `tensors` are all weights of the checkpoint, None if it holds only LoRA pairs. Pairs go by
+    Tunix's names; `scale` is theirs as `tunix-sgljax train` wrote it, None if it did not.
     """
 
     folder: Path
@@ -111,15 +103,7 @@ class TunixModel:
     scale: LoraScale | None
 
     def hf_pairs(self, scale: LoraScale | None) -> dict[str, HfPair]:
-        """The LoRA pairs by the engine's names.
-
-        Args:
-            scale: The user's scale; None takes the one written beside the checkpoint.
-
-        Raises:
-            InvalidConfigError: The scale is unknown.
-            WeightSyncError: names all pairs that do not fit.
-        """
+        """The LoRA pairs by the engine's names; by default with the checkpoint's own scale."""
         from tunix_sgljax.checkpoints.lora_files import hf_pairs
 
         scale = scale or self.scale
@@ -149,9 +133,7 @@ class TunixModel:
 def read_tunix_model(source: Path, step: int | None, base: Path) -> TunixModel:
     """Reads a checkpoint, and the headers of the folder that training began with.
 
-    Raises:
-        WeightLoadError: for a checkpoint that cannot be read.
-        WeightSyncError: names all tensors that are missing, unknown or of another shape.
+    WeightSyncError names all tensors that are missing, unknown or of another shape.
     """
     from tunix_sgljax.checkpoints.lora_files import LoraScale
     from tunix_sgljax.checkpoints.lora_settings import read_settings

@@ -140,9 +140,6 @@ def meshes_in_order(pipeline: Any) -> dict[Any, jax.sharding.Mesh]:
 
     Tunix builds meshes from the coordinates of TPUs, and refuses devices without them: GPUs and
     CPUs.
-
-    Raises:
-        InvalidConfigError: there are too few devices.
     """
     owners = pipeline._resolve_mesh_owners()
     devices, used = jax.devices(), 0

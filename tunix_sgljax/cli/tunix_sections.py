@@ -40,11 +40,7 @@ def plain(value: Any) -> Any:
 
 
 def read_section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A section as a dict; empty where it is missing or null.
-
-    Raises:
-        InvalidConfigError: when it is not a mapping.
-    """
+    """A section as a dict; empty where it is missing or null."""
     section = plain(config.get(name))
     if section is None:
         return {}
@@ -57,9 +53,6 @@ def check_engine_name(name: Any) -> Any:
     """Returns the value of `rollout_engine`, or refuses a misspelt one.
 
     Tunix would refuse it only when all models are loaded.
-
-    Raises:
-        InvalidConfigError: names the nearest engine.
     """
     known = (ENGINE, "vanilla", *_FOREIGN_SECTIONS)
     near = difflib.get_close_matches(str(name), known, n=1)
@@ -106,12 +99,9 @@ def model_version(config: Mapping[str, Any], named_engines: Sequence[str]) -> st
 def translate_section(
     config: Mapping[str, Any], name: str, fields: Collection[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Translates a section for another engine to fields of RolloutConfig.
+    """Translates a section for another engine to fields of RolloutConfig, and its other keys.
 
     Uses only the section itself: values that Tunix fills in for that engine do not apply here.
-
-    Returns:
-        The fields, and the section's other keys.
     """
     prefix = f"rollout_{name.removesuffix('_config')}_"
     values, unknown = {}, []

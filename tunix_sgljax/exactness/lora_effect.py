@@ -1,5 +1,3 @@
-"""Measures how much of a LoRA actor's pairs is left in the weights that a rollout samples with."""
-
 from __future__ import annotations
 
 import functools
@@ -17,10 +15,8 @@ from tunix_sgljax.lora import LoraMode, in_device_memory
 class LoraEffect(NamedTuple):
     """The change of the weights by the pairs: as the rollout has it, against scale A B exactly.
 
-    Attributes:
-        mode: How the rollout applies the pairs.
-        correlation: Cosine of the two changes, over all weights with a pair.
-        norm_ratio: Norm of the rollout's change over that of the exact one.
+    `correlation` is the cosine of the two changes over all weights with a pair, `norm_ratio` the
+    norm of the rollout's change over that of the exact one.
     """
 
     mode: LoraMode
@@ -33,8 +29,7 @@ def lora_effect(
 ) -> LoraEffect | None:
     """What rounding to the engine's dtype leaves of the pairs.
 
-    Returns:
-        None if the pairs change nothing, as before the first step, or have MaxText's axes.
+    None if the pairs change nothing, as before the first step, or have MaxText's axes.
     """
     sums = np.zeros(3)
     for rule in rules:

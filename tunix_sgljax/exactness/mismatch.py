@@ -34,14 +34,7 @@ QUANTILES = (0.0, 0.01, 0.5, 0.99, 1.0)
 
 
 class WorstToken(NamedTuple):
-    """The token whose log-probs differ most.
-
-    Attributes:
-        row: Row of the prompt.
-        position: Position in the completion.
-        token_id: The sampled token.
-        sampler, trainer: Log-probs of the token.
-    """
+    """The token whose log-probs differ most, at its prompt's row and place in the completion."""
 
     row: int
     position: int
@@ -111,7 +104,6 @@ class Statistics:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The statistics as numbers and lists."""
         return dataclasses.asdict(self) | {"ratio_quantiles": self.ratio_quantiles.tolist()}
 
 
@@ -226,7 +218,6 @@ class MismatchReport:
         }
 
     def __str__(self) -> str:
-        """A table of a few lines."""
         all_tokens, worst, off = self.overall, self.worst, self.rows_off()
         ratios = "  ".join(f"{ratio:.6f}" for ratio in all_tokens.ratio_quantiles)
         verdict = "within" if not off else "BEYOND"

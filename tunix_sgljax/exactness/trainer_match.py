@@ -39,22 +39,12 @@ def trainer_logps(
     batch_size: int | None = None,
     wanted_B: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The result of `tunix.rl.common.compute_per_token_logps`, batch by batch.
+    """The result of `tunix.rl.common.compute_per_token_logps`, float32 [B, C], batch by batch.
 
-    Args:
-        graphdef: The model's graphdef.
-        state: The model's state; the model runs where these arrays are.
-        prompts_BP: Left-padded token ids, int32.
-        completions_BC: Right-padded token ids, int32.
-        pad_id: The tokenizer's padding id.
-        eos_id: The tokenizer's end id.
-        temperature: Divides the logits, unless it is 0.
-        batch_size: Rows of a batch; None takes all. The last batch repeats rows, so that all
-            batches have one shape.
-        wanted_B: Rows to score; batches without a wanted row are skipped. None wants all.
-
-    Returns:
-        float32 [B, C]; 0 in rows of skipped batches. Padding has values too.
+    The model runs where its state's arrays are. Prompts are left-padded and completions
+    right-padded int32; padding has values too. The last batch repeats rows, so that all batches
+    have one shape. Batches without a wanted row are skipped: 0. A temperature of 0 divides by
+    nothing.
     """
     num_rows = len(prompts_BP)
     size = num_rows if batch_size is None else batch_size
@@ -106,7 +96,6 @@ class TrainerMatch:
     """
 
     def __init__(self, *, pad_id: int, eos_id: int, batch_size: int | None) -> None:
-        """Starts without any version."""
         self._pad_id = pad_id
         self._eos_id = eos_id
         self._batch_size = batch_size
@@ -121,16 +110,11 @@ class TrainerMatch:
 
     @property
     def versions(self) -> list[int]:
-        """Versions held now, ascending."""
         with self._lock:
             return sorted(self._states)
 
     def state(self, version: int) -> Any:
-        """The whole state of a version.
-
-        Raises:
-            EngineStateError: if it is not held.
-        """
+        """The whole state of a version."""
         with self._lock:
             found = self._states.get(version)
         if found is None:
@@ -153,11 +137,7 @@ class TrainerMatch:
 
     @contextlib.contextmanager
     def update(self, params: Any) -> Iterator[list[int]]:
-        """Wraps an update of the engine; the block appends the version of these params.
-
-        Raises:
-            WeightSyncError: for params that are not the actor's.
-        """
+        """Wraps an update of the engine; the block appends the version of these params."""
         with self._updating:
             ours, new = flatten_named(self._params), flatten_named(params)
             if all(map(is_lora_name, new)):  # the frozen base stays unchanged
@@ -176,7 +156,6 @@ class TrainerMatch:
                 self._hold(version, arrays)
 
     def refuse_quantization(self, quantization: str | None) -> None:
-        """Raises InvalidConfigError for an engine that samples from rounded weights."""
         if quantization is not None:
             raise InvalidConfigError(
                 f"logprobs_mode='trainer_match' cannot be combined with quantization="
@@ -207,7 +186,6 @@ class TrainerMatch:
         )
 
     def release(self) -> None:
-        """Drops all arrays."""
         with self._lock:
             self._states.clear()
         self._params = self._rest = None
@@ -248,11 +226,7 @@ class TrainerMatch:
         width: int,
         temperature: float,
     ) -> list[np.ndarray]:
-        """Log-probs of sampled tokens, each under the weights that sampled it.
-
-        Returns:
-            float32, as long as each completion.
-        """
+        """Log-probs of sampled tokens, each under the weights that sampled it; float32."""
         completions_BC = padding.right_pad(tokens, width, self._pad_id)
         versions_BC = padding.right_pad(versions, width, -1)
         out_BC = np.zeros(completions_BC.shape, np.float32)

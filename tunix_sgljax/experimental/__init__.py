@@ -11,7 +11,6 @@ from importlib import metadata
 
 
 def _require_experimental() -> None:
-    """Raises ImportError without `tunix.experimental`, and names the required version."""
     try:
         if importlib.util.find_spec("tunix.experimental.rollout.sampler") is not None:
             return

@@ -68,11 +68,11 @@ class WeightFolderWriter:
     """Writes weights into a folder for samplers to read; one file at a time.
 
     It is what Tunix's PeftTrainer takes as `weight_sync_worker_factory`: for each sync it calls
-    `bind`, `d2h` and `work_unit_metadata`, on one thread.
+    `bind`, `d2h` and `work_unit_metadata`, on one thread. Samplers see the folder under the same
+    path.
     """
 
     def __init__(self, folder: str | Path, name: str = "trainer") -> None:
-        """Makes the folder, which samplers see under the same path; `name` is the work unit's."""
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._name = name
@@ -81,15 +81,10 @@ class WeightFolderWriter:
 
     @property
     def bound(self) -> bool:
-        """Whether there are parameters."""
         return bool(self._params)
 
     def bind(self, state: Any) -> None:
-        """Takes the parameters of a state or pytree to write; only the LoRA leaves if there are.
-
-        Raises:
-            InvalidRequestError: when there are none.
-        """
+        """Takes the parameters of a state or pytree to write; only the LoRA leaves if there are."""
         if isinstance(state, nnx.State):
             state = nnx.filter_state(state, nnx.Param)
         params = flatten_named(state)
@@ -110,13 +105,11 @@ class WeightFolderWriter:
         self._file = unfinished.replace(file)
 
     def work_unit_metadata(self) -> WorkUnitMetadata:
-        """The unit, its tensors, and the file."""
         assert self._file is not None, "d2h comes first"
         unit = unit_metadata(WorkUnitId(job_name=self._name), self._params)
         return _with_artifact(unit, self._file)
 
     def metrics(self) -> dict[str, Any]:
-        """The file of this round."""
         return {"file": str(self._file)}
 
     def checksums(self) -> dict[str, float]:
@@ -191,11 +184,7 @@ def find_artifact(sync_request: Any) -> str | None:
 
 
 def read_artifact(artifact: str) -> dict[str, np.ndarray]:
-    """The actor's parameters by name, of a safetensors file or a folder with model.safetensors.
-
-    Raises:
-        WeightLoadError: for anything else, such as a folder of Orbax, and a file that is not whole.
-    """
+    """The actor's parameters by name, of a safetensors file or a folder with model.safetensors."""
     path = Path(artifact)
     file = path / f"model{_SUFFIX}" if path.is_dir() else path
     if file.suffix != _SUFFIX or not file.is_file():

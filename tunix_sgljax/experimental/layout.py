@@ -13,11 +13,7 @@ _WEIGHT_SYNC_PACKAGES = ("tunix.experimental.weight_sync", "tunix.experimental.o
 
 
 def _weight_sync_module(name: str) -> ModuleType:
-    """Imports a module of the weight sync from the first package that has it.
-
-    Raises:
-        ImportError: names all of them.
-    """
+    """Imports a module of the weight sync from the first package that has it."""
     tried = [f"{package}.{name}" for package in _WEIGHT_SYNC_PACKAGES]
     for full_name in tried:
         try:

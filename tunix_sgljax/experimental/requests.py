@@ -39,11 +39,7 @@ _ROUTED_FIELDS = ("return_routed_experts", "routed_experts_prompt_start")
 
 
 def as_requests(given: Any) -> tuple[list[SamplingRequest], bool]:
-    """The requests of a `sample` call, and whether the caller gave a single one.
-
-    Raises:
-        InvalidRequestError: for anything else.
-    """
+    """The requests of a `sample` call, and whether the caller gave a single one."""
     if isinstance(given, SamplingRequest):
         return [given], True
     if isinstance(given, str) or is_ids(given) or is_conversation(given):
@@ -67,7 +63,7 @@ class RoutedOptions(NamedTuple):
     is_wanted: bool | None = None
     start: int = 0
 
-    def take(self, output: RequestOutput) -> np.ndarray | None:
+    def experts_of(self, output: RequestOutput) -> np.ndarray | None:
         """The experts of an output, int32 [tokens, num_layers, k]; None if they are not wanted."""
         if self.is_wanted is False or output.routed_experts is None:
             return None
@@ -77,11 +73,7 @@ class RoutedOptions(NamedTuple):
 def routed_options(
     params: SamplingParams | None, options: Mapping[str, Any], *, are_kept: bool
 ) -> RoutedOptions:
-    """What a request wants to know about experts, which the engine keeps if it was told to.
-
-    Raises:
-        InvalidRequestError: names the field and its value.
-    """
+    """What a request wants to know about experts, which the engine keeps if it was told to."""
     given = _given(params, options)
     is_wanted, start = given.get(_ROUTED_FIELDS[0]), given.get(_ROUTED_FIELDS[1], 0)
     if is_wanted and not are_kept:
@@ -112,9 +104,6 @@ def request_config(
 
     The rollout's config has what the request does not say. Keywords of the `sample` call have
     priority: Tunix's workers pass on their caller's, but omit some from the params.
-
-    Raises:
-        InvalidRequestError: for logits, beams and unknown keywords.
     """
     wanted = _given(params, options)
     for name in _ROUTED_FIELDS:  # see `routed_options`
@@ -150,7 +139,7 @@ def to_response(
     assert finish is not None
     logprobs = np.asarray(pick_logprobs(output, logprobs_mode), np.float32)
     is_aborted = finish.type == "abort"
-    experts = routed.take(output)
+    experts = routed.experts_of(output)
     return SamplingResponse(
         request_id=request.request_id,
         text=output.text,

@@ -22,7 +22,6 @@ class SyncRounds:
     """
 
     def __init__(self) -> None:
-        """Starts without a round."""
         self._keyed: Any = WorkerRoundTracker()
         self._unkeyed: Any = WorkerRoundTracker()
         self._current: Any = self._keyed
@@ -30,11 +29,8 @@ class SyncRounds:
     def admit(self, request: Any, phase: str) -> bool:
         """Whether a phase ("prepared", "h2d_done", "committed", "aborted") must run.
 
-        False if this round has passed it already.
-
-        Raises:
-            StaleRoundError: for a call of an older, superseded or aborted round, or one that cannot
-                open a round.
+        False if this round has passed it already. StaleRoundError for a call of an older,
+        superseded or aborted round, or one that cannot open a round.
         """
         if _has_key(request):
             tracker = self._keyed
@@ -65,11 +61,9 @@ class SyncRounds:
             )
 
     def complete(self, request: Any, phase: str) -> None:
-        """Records the end of an admitted phase."""
         (self._keyed if _has_key(request) else self._unkeyed).complete(request, phase)
 
     def report(self) -> dict[str, Any]:
-        """`req_id`, `uuid`, `phase` and `policy_version` of the current round."""
         return self._current.report()
 
 

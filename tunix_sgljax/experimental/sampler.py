@@ -1,5 +1,3 @@
-"""Tunix's experimental `Sampler` protocol, implemented in full on the embedded engine."""
-
 from __future__ import annotations
 
 import asyncio
@@ -417,7 +415,7 @@ class SglJaxSampler:
                 "WeightFolder, or the request extra_config={'weights': parameters or the path of a "
                 "folder}; Tunix's transfer between devices (Raiden) is not supported"
             )
-        return self._transport.take(self._unit, extra.get("req_id"))
+        return self._transport.pop(self._unit, extra.get("req_id"))
 
     def _wanted_version(self, sync_request: Any) -> int:
         wanted = int(getattr(sync_request, "policy_version", 0) or 0)

@@ -1,5 +1,3 @@
-"""Weight sync between a trainer and samplers in one process, by reference."""
-
 from __future__ import annotations
 
 import threading
@@ -77,7 +75,7 @@ class InProcessTransport(WeightSyncHandler):
             return f"{src_units[0]} offers no weights: prepare_weight_sync comes first"
         return ""
 
-    def take(self, unit: WorkUnitId, req_id: str | None) -> Any:
+    def pop(self, unit: WorkUnitId, req_id: str | None) -> Any:
         """Removes and returns the parameters that arrived at a destination in a round.
 
         Raises:

@@ -322,7 +322,6 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
         env: Any = None,
         max_generation_steps: int | None = None,
     ) -> VersionedRolloutOutput:
-        """Calls the model; on the threads of the episodes."""
         with self._versioned_rollout.recorded_outputs() as outputs:
             result = super()._model_call(chat_lists, env, max_generation_steps)
         return VersionedRolloutOutput(
@@ -376,11 +375,7 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
         return list(versioned)
 
     def _mask_failed(self, trajectories: list[Any]) -> None:
-        """Masks all episodes of groups in which one failed.
-
-        Raises:
-            EpisodeError: when as many groups in a row failed as a step has.
-        """
+        """Masks all episodes of groups in which one failed; EpisodeError for too many."""
         failed = {item.group_id for item in trajectories if item.traj.get("has_failed")}
         for group in dict.fromkeys(item.group_id for item in trajectories):
             self._num_failed += group in failed
@@ -411,7 +406,6 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
                 yield [self._admit(example) for example in batch]
 
     def _use(self, group_ids: Iterable[int]) -> None:
-        """Notes that the rows of groups are trained on."""
         self._place.use([self._row_numbers[number - self._first_group] for number in group_ids])
 
     def _admit(self, example: VersionedTrainExample) -> VersionedTrainExample:
@@ -453,7 +447,6 @@ def _check_options(
     weight_updates: str,
     max_token_lag: int | None,
 ) -> SglJaxRollout:
-    """Returns the cluster's rollout if all options are consistent."""
     rollout = cluster.rollout
     if not isinstance(rollout, SglJaxRollout):
         raise InvalidConfigError(

@@ -17,18 +17,13 @@ _NUM_SHOWN = 8
 
 
 class EpisodeError(Exception):
-    """Something of an episode failed.
+    """Something of an episode, such as "Calculator.step", failed.
 
     SystemExit, KeyboardInterrupt and CancelledError would end the event loop or its tasks without a
     word, and StopIteration never arrives, so that others would wait for ever.
-
-    Attributes:
-        error: What was raised.
-        what: What raised it, such as "Calculator.step".
     """
 
     def __init__(self, error: BaseException, what: str) -> None:
-        """Keeps the error."""
         super().__init__(f"{what}: {error!r}")
         self.error = error
         self.what = what
@@ -37,15 +32,10 @@ class EpisodeError(Exception):
 class EpisodeRules(NamedTuple):
     """What an episode needs to know of its learner.
 
-    Attributes:
-        drops_failed: Whether a group with a failed episode is dropped.
-        masks_retokenized: Whether turns with another context are masked.
-        pad_id: The tokenizer's padding id.
-        max_prompt_length: Most tokens of a first prompt.
-        policy_version: Returns the policy of now.
-        failed: Called with what failed and the group's number.
-        retokenized: Called with a turn's number, the tokens before it that are trained on, and the
-            prompt that it was sampled from; on the thread of its model call.
+    `drops_failed`: a group with a failed episode is dropped. `masks_retokenized`: turns with
+    another context are masked; `retokenized` is called with such a turn's number, the tokens before
+    it that are trained on, and the prompt that it was sampled from, on the thread of its model
+    call.
     """
 
     drops_failed: bool
@@ -87,7 +77,6 @@ class UnmadeEnvironment(BaseTaskEnv):
     """Stands for an environment or an agent that could not be made; its episode fails."""
 
     def __init__(self, task: Any, error: EpisodeError, **names: Any) -> None:
-        """Takes the task, the error, and Tunix's names of the episode."""
         super().__init__(task=task, max_steps=1, **names)
         self._error = error
 
@@ -99,7 +88,6 @@ class UnmadeEnvironment(BaseTaskEnv):
 
 
 def unmade(task: Any, error: EpisodeError, **names: Any) -> tuple[ModelAgent, UnmadeEnvironment]:
-    """An agent and an environment whose episode fails with the error."""
     return ModelAgent(system_prompt=""), UnmadeEnvironment(task, error, **names)
 
 

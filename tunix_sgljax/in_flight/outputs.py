@@ -76,11 +76,7 @@ class PreparedOutputs:
             self._local.output = None
 
     def take(self, count: int) -> VersionedRolloutOutput | None:
-        """The next `count` rows; None outside a `giving` block of this thread.
-
-        Raises:
-            InvalidRequestError: when fewer are left.
-        """
+        """The next `count` rows; None outside a `giving` block of this thread."""
         output: VersionedRolloutOutput | None = getattr(self._local, "output", None)
         if output is None:
             return None

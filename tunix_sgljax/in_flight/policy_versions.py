@@ -22,7 +22,6 @@ class PolicyVersions:
     """
 
     def __init__(self, engine_version: int, policy_version: int) -> None:
-        """Starts with the engine's current weights."""
         self._known = (np.array([engine_version]), np.array([policy_version], np.int32))
 
     def announce(self, engine_version: int, policy_version: int) -> None:
@@ -61,11 +60,9 @@ class AnnouncedSyncLock(RolloutSyncLock):
             super().acquire_rollout()
 
     def release_rollout(self) -> None:
-        """Ends an episode; in flight no one waits for that."""
         if not self._is_in_flight:
             super().release_rollout()
 
     def acquire_weight_sync(self) -> None:
-        """Starts a sync, and announces it."""
         super().acquire_weight_sync()
         self._announce()

@@ -35,18 +35,13 @@ class VersionedCollectEngine(TrajectoryCollectEngine):
     """
 
     def __init__(self, *args: Any, rules: EpisodeRules, **options: Any) -> None:
-        """Takes the arguments of Tunix's engine, and the rules of this learner."""
         super().__init__(*args, **options)
         self._rules = rules
         self._outputs: dict[int, VersionedRolloutOutput] = {}
         self._retokenized: set[int] = set()
 
     async def collect(self, mode: str = "Conversation") -> Any:
-        """Collects an episode, as `TrajectoryCollectEngine.collect` does.
-
-        Raises:
-            EpisodeError: when anything of the episode failed, unless such groups are dropped.
-        """
+        """Collects an episode, as `TrajectoryCollectEngine.collect` does."""
         try:
             return await self._collect(mode)
         except BaseException as error:
@@ -198,13 +193,8 @@ def token_versions(
 ) -> np.ndarray:
     """The weight versions along a conversation, in the order in which Tunix flattens it.
 
-    Args:
-        steps: Steps of the trajectory.
-        outputs: Outputs of the model calls, each of one prompt, by the number of the step that the
-            call led to. A call whose tokens Tunix dropped (for lack of response budget) has none.
-
-    Raises:
-        InvalidRequestError: for a step with tokens that no call returned.
+    `outputs` are of one prompt each, by the number of the step that the call led to. A call whose
+    tokens Tunix dropped (for lack of response budget) has none.
     """
     parts = [np.zeros(0, np.int32)]
     for number, step in enumerate(steps):

@@ -21,33 +21,29 @@ class RolloutWrapper(BaseRollout):
     """
 
     def __init__(self, inner: BaseRollout) -> None:
-        """Takes the worker."""
         self.inner = inner
         self.mesh: jax.sharding.Mesh | None = getattr(inner, "mesh", None)
 
     def generate(
         self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any
     ) -> RolloutOutput:
-        """Implements `BaseRollout`, as do the methods below."""
         return self.inner.generate(prompts, rollout_config, **kwargs)
 
-    def get_per_token_logps(  # noqa: D102
+    def get_per_token_logps(
         self, prompt_tokens: jax.Array, completion_tokens: jax.Array
     ) -> jax.Array:
         return self.inner.get_per_token_logps(prompt_tokens, completion_tokens)
 
-    def update_params(  # noqa: D102
-        self, params: PyTree, filter_types: tuple[Any, ...] | None = None
-    ) -> None:
+    def update_params(self, params: PyTree, filter_types: tuple[Any, ...] | None = None) -> None:
         self.inner.update_params(params, filter_types)
 
-    def pad_id(self) -> int:  # noqa: D102
+    def pad_id(self) -> int:
         return self.inner.pad_id()
 
-    def eos_id(self) -> int:  # noqa: D102
+    def eos_id(self) -> int:
         return self.inner.eos_id()
 
-    def model(self) -> Any:  # noqa: D102
+    def model(self) -> Any:
         return self.inner.model()
 
 
@@ -59,11 +55,7 @@ def find_sgljax_rollout(worker: BaseRollout) -> SglJaxRollout | None:
 
 
 def require_sgljax_rollout(cluster: Any, what: str) -> SglJaxRollout:
-    """The rollout of a cluster that samples with it.
-
-    Raises:
-        InvalidConfigError: for another engine's; `what` needs it.
-    """
+    """The rollout of a cluster that samples with it."""
     rollout = find_sgljax_rollout(cluster.rollout)
     if rollout is None:
         raise InvalidConfigError(

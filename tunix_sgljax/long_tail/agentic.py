@@ -25,10 +25,8 @@ class _OnePrompt(dict[str, Any]):
 class PromptGate:
     """Lets so many prompts through as groups are wanted in work; the queue that Tunix reads.
 
+    `born` is the policy when each prompt passed, in the order in which Tunix numbers their groups.
     Any thread.
-
-    Attributes:
-        born: The policy when each prompt passed, in the order in which Tunix numbers their groups.
     """
 
     def __init__(
@@ -38,7 +36,6 @@ class PromptGate:
         policy_version: Callable[[], int],
         divide: Callable[[dict[str, Any]], Iterable[dict[str, Any]]],
     ) -> None:
-        """Starts to read batches of prompts; None ends them."""
         self.born: list[int] = []
         self._policy_version = policy_version
         self._divide = divide
@@ -68,7 +65,6 @@ class PromptGate:
             self._changed.notify_all()
 
     def open(self, count: int) -> None:
-        """Lets more prompts through."""
         with self._changed:
             self._num_open += count
             self._changed.notify_all()
@@ -169,7 +165,7 @@ class OverSamplingAgenticGrpoLearner(AgenticGrpoLearner):
         while True:
             num_left = self._full_batch_size
             while num_left:
-                batch = self._take(arrivals, arrived, min(batch_size, num_left), num_left)
+                batch = self._next_groups(arrivals, arrived, min(batch_size, num_left), num_left)
                 if not batch:
                     return
                 self._use(group[0].group_id for group in batch)
@@ -181,7 +177,7 @@ class OverSamplingAgenticGrpoLearner(AgenticGrpoLearner):
                 self._gate.put()  # Tunix asks for no more
             self._gate.open(self._full_batch_size)  # after the weight update
 
-    def _take(
+    def _next_groups(
         self, arrivals: Iterator[Any], arrived: dict[int, Any], count: int, num_left: int
     ) -> list[Any]:
         """Groups to train on next: those that may not become older, then in order."""
@@ -201,7 +197,6 @@ class OverSamplingAgenticGrpoLearner(AgenticGrpoLearner):
         return [arrived.pop(number) for number in chosen]
 
     def _due(self) -> set[int]:
-        """Groups that this step must train on."""
         if self._gate is None:  # Tunix's producer has not started, on another thread
             return set()
         youngest = self.policy_version - self._config.max_age

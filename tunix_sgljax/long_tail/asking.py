@@ -18,7 +18,6 @@ class GroupSource:
     """
 
     def __init__(self, feed: PromptFeed, groups: GroupsInFlight) -> None:
-        """Has asked for nothing."""
         self._feed = feed
         self._groups = groups
         self._taken_early: set[int] = set()
@@ -47,5 +46,4 @@ class GroupSource:
 
 
 def trajectory_ids(rows: np.ndarray, num_samples: int) -> list[str]:
-    """Tunix's names: the prompt's number in the data, and the sample's in its group."""
     return [f"{row}_{index % num_samples}" for index, row in enumerate(rows.tolist())]

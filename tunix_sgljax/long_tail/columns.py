@@ -24,9 +24,6 @@ def split_rows(batch: Mapping[str, Any]) -> list[Columns]:
 
     A column is an array, a list, a tuple or a mapping of columns. What has no length belongs to
     every row.
-
-    Raises:
-        InvalidConfigError: names a column without a value for each prompt.
     """
     num_rows = len(batch["prompts"])
     for name, values in batch.items():
@@ -37,11 +34,7 @@ def split_rows(batch: Mapping[str, Any]) -> list[Columns]:
 
 
 def join_rows(rows: Sequence[Columns]) -> Columns:
-    """The batch of these rows.
-
-    Raises:
-        InvalidConfigError: names a column that not all of them have, or in another shape.
-    """
+    """The batch of these rows."""
     joined: Columns = {}
     for name in rows[0]:
         try:
@@ -59,11 +52,7 @@ def repeated(
     trajectory_ids: Callable[[Columns], list[str]],
     micro_batches: MicroBatches | None,
 ) -> Columns:
-    """What Tunix's learner makes of a batch before it samples, by its own functions.
-
-    Raises:
-        InvalidConfigError: names a column that Tunix cannot divide.
-    """
+    """What Tunix's learner makes of a batch before it samples, by its own functions."""
     if micro_batches is not None:
         for name, values in batch.items():
             _check_divisible(name, values)

@@ -43,7 +43,6 @@ class OverSampling:
     known_rewards: KnownRewards | None = None
 
     def __post_init__(self) -> None:
-        """Raises InvalidConfigError naming the field."""
         if self.unfinished not in UNFINISHED:
             raise InvalidConfigError(
                 f"unfinished must be one of {UNFINISHED}, got {self.unfinished!r}"

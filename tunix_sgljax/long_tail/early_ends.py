@@ -14,12 +14,7 @@ from tunix_sgljax.rollout import SglJaxRollout
 
 
 class Sampled(NamedTuple):
-    """The samples of a group.
-
-    Attributes:
-        outputs: All of them; some are cut short if the group ended early.
-        ended_early: Whether it did.
-    """
+    """The samples of a group; some are cut short if it ended early."""
 
     outputs: list[RequestOutput]
     ended_early: bool
@@ -32,11 +27,7 @@ async def sample_group(
     columns: Mapping[str, Any],
     known_rewards: KnownRewards | None,
 ) -> Sampled:
-    """Samples a prompt; cancelling the task aborts it.
-
-    Raises:
-        InvalidConfigError: when `known_rewards` returns something else than rewards; names it.
-    """
+    """Samples a prompt; cancelling the task aborts it."""
     if known_rewards is None:
         outputs = await rollout.async_generate_ids([prompt_ids] * len(params), params)
         return Sampled(outputs, ended_early=False)
@@ -87,7 +78,6 @@ class _Watch:
         self._loop.call_soon_threadsafe(self._add, index, text)
 
     def finish(self, index: int, text: str) -> None:
-        """Sets the whole text of a sample."""
         self._texts[index], self._finished[index] = text, True
         self._changed.set()
 

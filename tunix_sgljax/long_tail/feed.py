@@ -16,12 +16,7 @@ ROW = "over_sampling_row"
 
 
 class Row(NamedTuple):
-    """A prompt.
-
-    Attributes:
-        number: Its number in the data.
-        columns: Its columns, as a batch of one.
-    """
+    """A prompt: its number in the data, and its columns as a batch of one."""
 
     number: int
     columns: Columns
@@ -39,7 +34,6 @@ class PromptFeed:
     """
 
     def __init__(self, batches: Iterable[dict[str, Any]], place: DataPlace | None = None) -> None:
-        """Reads nothing yet."""
         self._batches = iter(batches)
         self.place = DataPlace() if place is None else place
         self._rows: deque[Row] = deque()
@@ -50,14 +44,13 @@ class PromptFeed:
         self._batch_size: int | None = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Itself."""
         return self
 
     def __next__(self) -> dict[str, Any]:
         """The next batch, as large as the first one, with the column `ROW`."""
         if not self.has_batch() or self._batch_size is None:
             raise StopIteration
-        rows = self._take(self._batch_size)
+        rows = self._pop_rows(self._batch_size)
         while self._owed and len(rows) < self._batch_size:
             rows.append(self._owed.popleft())
         self._given.update((row.number, row) for row in rows)
@@ -77,26 +70,20 @@ class PromptFeed:
         return num_rows > 0 and not (self._has_used_up and is_short)
 
     def take_early(self, count: int, *, is_owed: bool) -> list[Row]:
-        """Up to `count` of the next prompts.
-
-        Args:
-            count: Most prompts to take.
-            is_owed: Whether they come in a batch once the data is over. Else they are used up.
-        """
-        rows = self._take(count)
+        """Up to `count` of the next prompts; owed ones come in a batch once the data is over."""
+        rows = self._pop_rows(count)
         if is_owed:
             self._owed.extend(rows)
         elif rows:
             self._has_used_up = True
         return rows
 
-    def _take(self, count: int) -> list[Row]:
+    def _pop_rows(self, count: int) -> list[Row]:
         while len(self._rows) < count and self._read():
             pass
         return [self._rows.popleft() for _ in range(min(count, len(self._rows)))]
 
     def _read(self) -> bool:
-        """Reads a batch; returns whether there was one."""
         batch = next(self._batches, None)
         if batch is None:
             self.place.end()

@@ -28,16 +28,7 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Group:
-    """The samples of one prompt.
-
-    Attributes:
-        row: The prompt.
-        prompt_ids: Token ids of the prompt.
-        born: The engine's weight version when it was asked for.
-        asked_s: The reading of `time.perf_counter` then.
-        num_aborts: Times that it was aborted before.
-        future: The samples.
-    """
+    """The samples of one prompt; `born` and `asked_s` are when it was asked for."""
 
     row: Row
     prompt_ids: list[int]
@@ -56,7 +47,6 @@ class SamplingLoop:
     """An asyncio loop on a thread of its own, on which requests wait for their answers."""
 
     def __init__(self) -> None:
-        """Starts the thread."""
         self._home = HomeProcess("sampling loop")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
@@ -66,7 +56,6 @@ class SamplingLoop:
 
     @property
     def thread_id(self) -> int:
-        """As `threading.get_ident` gives it there."""
         assert self._thread.ident is not None
         return self._thread.ident
 
@@ -94,11 +83,8 @@ class GroupsInFlight:
     """Groups on the rollout's engine, of which a step takes the first complete ones.
 
     Between steps the engine is paused, so that the trainer has its devices alone. One thread at a
-    time; but `running` and `close` may be called by any thread.
-
-    Attributes:
-        config: How many there are, and what happens to the others.
-        ended: Groups that the last `take` dropped or aborted.
+    time; but `running` and `close` may be called by any thread. `ended` are those that the last
+    `take` dropped or aborted.
     """
 
     def __init__(
@@ -108,7 +94,6 @@ class GroupsInFlight:
         num_samples: int,
         columns_of: Callable[[Sequence[Row]], Columns],
     ) -> None:
-        """Starts without groups."""
         self.config = config
         self._num_samples = num_samples
         self._columns_of = columns_of
@@ -123,16 +108,10 @@ class GroupsInFlight:
         self.ended: list[Group] = []
 
     def __len__(self) -> int:
-        """Groups that nobody has taken yet."""
         return len(self._groups)
 
     def ask(self, row: Row, config: RolloutConfig, num_aborts: int = 0) -> None:
-        """Starts to sample a group.
-
-        Raises:
-            InvalidRequestError: for a prompt that the rollout refuses; names its row.
-            CancelledError: when `close` was called.
-        """
+        """Starts to sample a group."""
         rollout, known_rewards = self._rollout, self.config.known_rewards
         columns = self._columns_of([row])
         name = f"prompts of row {row.number}"
@@ -157,10 +136,6 @@ class GroupsInFlight:
 
         Waits also for groups that may not be left again. What is left is dropped or aborted, or
         goes on when `take` or `running` is called again.
-
-        Raises:
-            EngineError: when a group of these failed.
-            CancelledError: when `close` was called meanwhile.
         """
         with self.running():
             while (taken := self._take_complete(count)) is None:
@@ -200,7 +175,6 @@ class GroupsInFlight:
             return [group.future for group in self._groups if not group.future.done()]
 
     def _take_complete(self, count: int) -> list[Group] | None:
-        """What `take` takes; None if it must wait."""
         with self._lock:
             self._check_open()
             assert len(self._groups) >= count, "there is nothing to wait for"

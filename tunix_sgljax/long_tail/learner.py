@@ -225,7 +225,6 @@ class OverSamplingGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
     # ------------------------------------------------------------------ versions
 
     def _announce_weights(self) -> None:
-        """Notes which policy the engine's weights are, if they are new."""
         version = self._versioned_rollout.weight_version
         if version != self._last_version:
             self._versions.announce(version, self._cluster.global_steps)
@@ -271,7 +270,6 @@ def _without_advantages(example: Any, is_ended_B: np.ndarray) -> Any:
 def _check_options(
     cluster: tunix_cluster.RLCluster, config: tunix_grpo.GRPOConfig, over_sampling: OverSampling
 ) -> SglJaxRollout:
-    """Returns the cluster's rollout if all options are consistent."""
     rollout = require_sgljax_rollout(cluster, "OverSamplingGrpoLearner")
     if rollout.logprobs_mode == "trainer_match":
         raise InvalidConfigError(

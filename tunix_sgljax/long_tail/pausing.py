@@ -1,5 +1,3 @@
-"""Pauses an engine between the steps of an over-sampled training."""
-
 from __future__ import annotations
 
 import contextlib
@@ -18,7 +16,6 @@ class TrainerPause:
     """
 
     def __init__(self, rollout: SglJaxRollout) -> None:
-        """The engine runs, and nobody needs it."""
         self._rollout = rollout
         self._home = HomeProcess("pause")
         self._lock = threading.Lock()  # held while the engine is told, so that orders do not cross
@@ -27,12 +24,7 @@ class TrainerPause:
 
     @contextlib.contextmanager
     def running(self, has_work: Callable[[], bool]) -> Iterator[None]:
-        """Lets the engine run inside the block.
-
-        Args:
-            has_work: Whether the engine would go on with something after the last of such blocks;
-                else it needs no pause.
-        """
+        """Lets the engine run inside the block; pauses it after the last if it still `has_work`."""
         with self._lock:
             self._go_on()
             self._num_users += 1

@@ -47,11 +47,7 @@ def is_maxtext_config(config: Any) -> bool:
 
 
 def get(config: Any, name: str) -> Any:
-    """A field's value, of an enumeration the plain value.
-
-    Raises:
-        UnsupportedModelError: when the config has no such field.
-    """
+    """A field's value, of an enumeration the plain value."""
     try:
         value = getattr(config, name)
     except AttributeError:
@@ -64,11 +60,7 @@ def get(config: Any, name: str) -> Any:
 
 
 def require(config: Any, name: str, supported: Collection[Any], reason: str = "") -> None:
-    """Refuses a field with another value than those that are supported.
-
-    Raises:
-        UnsupportedModelError: names the field, its value and the supported ones.
-    """
+    """Refuses a field with another value than those that are supported."""
     value = get(config, name)
     if value not in supported:
         listed = " or ".join(repr(each) for each in supported)
@@ -78,10 +70,5 @@ def require(config: Any, name: str, supported: Collection[Any], reason: str = ""
 
 
 def check_fields(config: Any) -> None:
-    """Refuses fields that the engine cannot compute in any model.
-
-    Raises:
-        UnsupportedModelError: names the first such field.
-    """
     for name, supported in _SUPPORTED.items():
         require(config, name, supported)

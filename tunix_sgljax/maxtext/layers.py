@@ -16,13 +16,10 @@ _GEMMA4_E2B_CYCLE = 5
 
 
 class Place(NamedTuple):
-    """Where a layer's weights are.
+    """Where a layer's weights are: in a dotted module of a `TunixMaxTextAdapter`.
 
-    Attributes:
-        module: Dotted name of the module that holds them, in a `TunixMaxTextAdapter`.
-        suffix: Of the first component of a weight's name in that module.
-        part: Indices of the layer on the stacked axes `part_axes` of each weight.
-        part_axes: See `part`; empty for a layer of its own.
+    `suffix` is that of the first component of a weight's name there; `part` are indices of the
+    layer on the stacked axes `part_axes` of each weight, none for a layer of its own.
     """
 
     module: str
@@ -31,7 +28,6 @@ class Place(NamedTuple):
     part_axes: tuple[int, ...] = ()
 
     def name(self, weight: str) -> str:
-        """Dotted name of a weight, by its name within a layer."""
         first, dot, rest = weight.partition(".")
         return f"{self.module}.{first}{self.suffix}{dot}{rest}"
 

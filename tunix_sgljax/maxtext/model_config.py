@@ -45,11 +45,7 @@ _LLAMA3_SCALING = Llama3Scaling(
 
 
 def to_model_config(config: Any, context_length: int) -> ModelConfig:
-    """The engine's description of a model that MaxText trains.
-
-    Raises:
-        UnsupportedModelError: names the field that the engine cannot compute.
-    """
+    """The engine's description of a model that MaxText trains."""
     require(config, "decoder_block", _ARCHITECTURES)
     block = get(config, "decoder_block")
     check_fields(config)
@@ -101,7 +97,6 @@ def is_interleaved(config: Any) -> bool:
 
 
 def _check_block(config: Any, block: str) -> None:
-    """Refuses what the engine's architecture lacks."""
     reason, is_gemma = f" with decoder_block={block!r}", block.startswith("gemma")
     require(config, "mlp_activations", [_GELU if is_gemma else _SILU], reason)
     if block == "qwen2":

@@ -23,11 +23,7 @@ _REFUSED = ("lora_restore_path", "lora_tile_size", "lora_weight_qtype")
 
 
 def split_lora(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any] | None]:
-    """Other words, and the fields of the section `lora`; None without `lora.enable_lora=True`.
-
-    Raises:
-        InvalidConfigError: for fields without `lora.enable_lora`, or that are not supported.
-    """
+    """Other words, and the fields of the section `lora`; None without `lora.enable_lora=True`."""
     ours = [word for word in overrides if word.startswith(_SECTION)]
     others = [word for word in overrides if not word.startswith(_SECTION)]
     dotlist = [word.removeprefix(_SECTION) for word in ours]
@@ -43,11 +39,7 @@ def split_lora(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any] | No
 
 
 def with_pairs(create_models: Callable[..., Any], fields: dict[str, Any]) -> Callable[..., Any]:
-    """MaxText's `create_models_and_meshes`, whose actor has LoRA pairs.
-
-    Raises:
-        InvalidConfigError: for a field or a value that MaxText refuses.
-    """
+    """MaxText's `create_models_and_meshes`, whose actor has LoRA pairs."""
     try:
         section = importlib.import_module("maxtext.configs.types").LoRA(**fields)
     except ValueError as error:

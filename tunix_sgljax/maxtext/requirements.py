@@ -18,12 +18,7 @@ MIN_PYTHON = (3, 12)
 
 
 class Wheel(NamedTuple):
-    """A distribution on the package index.
-
-    Attributes:
-        name: Its name there.
-        versions: The versions that are accepted, as pip writes them.
-    """
+    """A distribution on the package index, and the versions that are accepted."""
 
     name: str
     versions: str = ""
@@ -64,7 +59,6 @@ def missing_wheels(installed: Mapping[str, str]) -> tuple[Wheel, ...]:
 
 
 def installed_wheels() -> dict[str, str]:
-    """Installed versions of `WHEELS`, by name."""
     versions = {}
     for wheel in WHEELS:
         try:
@@ -87,11 +81,7 @@ def install_line(wheels: Sequence[Wheel]) -> str:
 def check_requirements(
     python: Sequence[int] = sys.version_info[:3], installed: Mapping[str, str] | None = None
 ) -> None:
-    """Refuses an environment in which MaxText's trainer cannot be imported.
-
-    Raises:
-        InvalidConfigError: names what is missing, and the line that installs it.
-    """
+    """Refuses an environment in which MaxText's trainer cannot be imported."""
     if tuple(python[:2]) < MIN_PYTHON:
         raise InvalidConfigError(
             f"MaxText needs Python {'.'.join(map(str, MIN_PYTHON))} or newer, and this is "

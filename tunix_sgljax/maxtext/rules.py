@@ -155,7 +155,6 @@ def to_rules(config: Any) -> tuple[Rule, ...]:
 
 
 def _tables(config: Any) -> tuple[Rule, ...]:
-    """Rules of the embeddings and the head."""
     embedding = Rule(_EMBEDDING, "model.embed_tokens.weight")
     if not get(config, "logits_via_embedding"):
         return embedding, Rule("base.decoder.logits_dense.kernel", "lm_head.weight", (1, 0))

@@ -56,24 +56,12 @@ _AGENTIC_FIELDS = ("force_on_policy_ratio", "log_sampler_trainer_agreement")
 """Fields of Tunix's agentic GRPOConfig that train_rl 0.2.5 sets and google-tunix 0.1.7 lacks."""
 
 Say = Callable[[str], None]
-"""Tells the user one line."""
 
 
 def run_rl(
     config_path: str, overrides: Sequence[str], rollout_class: Any, options: Any, say: Say
 ) -> None:
-    """Trains with MaxText's `train_rl.main`, sampling with a rollout of ours.
-
-    Args:
-        config_path: A YAML file, or the name of one in MaxText's `configs/post_train`.
-        overrides: `key=value` words, as MaxText takes them.
-        rollout_class: A `BaseRollout` that takes `maxtext_config=`.
-        options: Further keywords of it.
-        say: Is told what is put where, and what has no meaning here.
-
-    Raises:
-        InvalidConfigError: for a config that cannot be run, before a model is made.
-    """
+    """Trains with MaxText's `train_rl.main`, sampling with a rollout of ours."""
     path = find_config(config_path)
     overrides, lora = split_lora(overrides)
     named = named_keys(path, overrides)
@@ -102,13 +90,8 @@ def run_rl(
 def trainer(rollout: Any, say: Say) -> Iterator[types.ModuleType]:
     """MaxText's `train_rl` module, sampling with another rollout inside the block.
 
-    Args:
-        rollout: A class or partial, called like MaxText's own.
-        say: Is told of each replacement.
-
-    Yields:
-        The module. When the block ends, also by an error, its names and `sys.modules` are as
-        before; a module that was imported beside stand-ins is forgotten.
+    The rollout is called like MaxText's own. When the block ends, also by an error, its names and
+    `sys.modules` are as before; a module that was imported beside stand-ins is forgotten.
     """
     with contextlib.ExitStack() as stack:
         missing = [name for name in _VLLM_PACKAGES if importlib.util.find_spec(name) is None]
@@ -203,11 +186,7 @@ def _name_of(rollout: Any) -> str:
 
 
 def find_config(name: str) -> Path:
-    """The file of that path, else MaxText's own of that name.
-
-    Raises:
-        InvalidConfigError: there is neither.
-    """
+    """The file of that path, else MaxText's own of that name."""
     path = Path(name)
     if path.is_file():
         return path.resolve()
@@ -228,11 +207,7 @@ def named_keys(path: Path, overrides: Sequence[str]) -> set[str]:
 
 
 def check_keys(named: Collection[str]) -> None:
-    """Refuses LoRA in a file, for which MaxText's own answer is a list of all its fields.
-
-    Raises:
-        InvalidConfigError: names the key and another way.
-    """
+    """Refuses LoRA in a file, for which MaxText's own answer is a list of all its fields."""
     if "lora" in named:
         raise InvalidConfigError(
             "lora: MaxText's RL config has no such section; give its keys as words, as in "
@@ -241,11 +216,7 @@ def check_keys(named: Collection[str]) -> None:
 
 
 def check_agentic() -> None:
-    """Refuses agentic rollouts where MaxText's trainer expects a newer Tunix.
-
-    Raises:
-        InvalidConfigError: names what the installed one lacks.
-    """
+    """Refuses agentic rollouts where MaxText's trainer expects a newer Tunix."""
     from tunix.rl.agentic.agentic_grpo_learner import GRPOConfig
 
     known = {field.name for field in dataclasses.fields(GRPOConfig)}

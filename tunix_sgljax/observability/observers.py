@@ -26,12 +26,9 @@ class HostSpan(NamedTuple):
 class RolloutTotals(NamedTuple):
     """Totals of a rollout since it was made.
 
-    Attributes:
-        busy_s: Seconds in which at least one `generate` call was running and did not rest.
-        sync_s: Seconds that `update_params` took, on its callers' threads.
-        counters: The engine's counters.
-        total_kv_tokens: Tokens that the engine's pages hold; 0 without an engine.
-        weight_version: Version of the serving weights.
+    `busy_s` are seconds in which at least one `generate` call was running and did not rest;
+    `sync_s` those of `update_params`, on its callers' threads. `total_kv_tokens` is what the
+    engine's pages hold; 0 without an engine.
     """
 
     busy_s: float
@@ -52,16 +49,11 @@ class RolloutTotals(NamedTuple):
 class RolloutObservers:
     """Passes events of `SglJaxRollout`'s calls to observers. Any thread.
 
-    Attributes:
-        progress: Draws bars, or writes lines.
-        engine: The engine, once it is built.
-        on_built: Called with the engine as soon as it is built.
-        on_updated: Called after each weight update that succeeded, on the thread of its caller.
-        on_span: Called with each span of the rollout's calls, on the thread that they ran on.
+    `on_updated` is called after each weight update that succeeded, on the thread of its caller;
+    `on_span` with each span of the rollout's calls, on the thread that they ran on.
     """
 
     def __init__(self, progress: Progress | None) -> None:
-        """Starts with the bars as the only observer; None writes a line for each slow phase."""
         self.progress: Progress | PhaseLines = progress or PhaseLines()
         self.engine: Engine | None = None
         self.on_built: list[Callable[[Engine], None]] = []
@@ -77,7 +69,6 @@ class RolloutObservers:
         self._sync_s = 0.0
 
     def built(self, engine: Engine) -> None:
-        """Records that the engine is built."""
         self.engine = engine
         for tell in list(self.on_built):
             tell(engine)
@@ -102,7 +93,6 @@ class RolloutObservers:
 
     @contextlib.contextmanager
     def generating(self, engine: Engine, num_requests: int) -> Iterator[None]:
-        """Wraps a `generate` call."""
         with self._lock:
             self._count()
             self._num_calls += 1
@@ -122,7 +112,6 @@ class RolloutObservers:
             self._is_resting = is_resting
 
     def _count(self) -> None:
-        """Counts busy seconds up to now, under the lock."""
         now_s = time.perf_counter()
         if self._num_calls and not self._is_resting:
             self._busy_s += now_s - self._counted_s
@@ -130,7 +119,6 @@ class RolloutObservers:
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
-        """Wraps a weight update."""
         began = time.perf_counter()
         try:
             with self.span("update_params"):
@@ -143,7 +131,6 @@ class RolloutObservers:
 
     @contextlib.contextmanager
     def span(self, name: str, **args: int) -> Iterator[None]:
-        """Wraps anything else."""
         began = time.perf_counter()
         try:
             yield

@@ -47,11 +47,7 @@ class Counter(NamedTuple):
 
 
 def write_trace(path: str | Path, tracks: Iterable[Track], counters: Iterable[Counter]) -> Path:
-    """Writes a file for https://ui.perfetto.dev with the tracks in the order given.
-
-    Raises:
-        InvalidConfigError: when the folder of the path is missing.
-    """
+    """Writes a file for https://ui.perfetto.dev with the tracks in the order given."""
     path = check_parent(path)
     trace = _Trace()
     for track in tracks:

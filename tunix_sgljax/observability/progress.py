@@ -109,7 +109,6 @@ class Progress:
                 bar.close()
 
     def __enter__(self) -> Progress:
-        """Returns the object."""
         return self
 
     def __exit__(
@@ -118,7 +117,6 @@ class Progress:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Closes it."""
         self.close()
 
 
@@ -130,7 +128,6 @@ class PhaseLines:
     """
 
     def __init__(self, *, has_trainer: bool = False) -> None:
-        """Writes nothing yet; `has_trainer` says whether a trainer follows the first rollout."""
         self.has_trainer = has_trainer
         self._lock = threading.Lock()
         self._totals: dict[str, tuple[int, int]] = {}
@@ -139,7 +136,6 @@ class PhaseLines:
         self._is_first = True
 
     def started(self, task: str, total: int, unit: str) -> None:
-        """Notes the number of programs, if the task compiles some."""
         del unit
         if not task.startswith("compile ") or not total:
             return
@@ -154,7 +150,6 @@ class PhaseLines:
         _write(line)
 
     def advanced(self, task: str, count: int) -> None:
-        """Counts units of a task that is noted."""
         with self._lock:
             if task not in self._totals:
                 return
@@ -163,7 +158,6 @@ class PhaseLines:
         _write(f"rollout compiled {done + count} of {total}")
 
     def finished(self, task: str) -> None:
-        """Forgets the task."""
         with self._lock:
             self._totals.pop(task, None)
 
@@ -172,7 +166,6 @@ class PhaseLines:
         return self._rounds.call(engine, num_requests)
 
     def updated(self) -> None:
-        """The trainer has made a step and updated the weights."""
         self.has_trainer = False
 
     def _open_round(self, poll: _Poll) -> _RolloutLines:
@@ -201,8 +194,6 @@ class _Poll:
 
 
 class _RolloutBar:
-    """The bar of one engine."""
-
     def __init__(self, poll: _Poll) -> None:
         self.period_s = REDRAW_S if is_interactive() else LOG_S
         self._poll = poll
@@ -222,8 +213,6 @@ class _RolloutBar:
 
 
 class _RolloutLines:
-    """The lines of one engine's rollout."""
-
     def __init__(self, poll: _Poll, *, is_first: bool, has_trainer: Callable[[], bool]) -> None:
         self.period_s = HEARTBEAT_S
         self._poll = poll

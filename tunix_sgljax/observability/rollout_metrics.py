@@ -15,13 +15,7 @@ PREFIX = "rollout"
 
 
 class Metric(NamedTuple):
-    """One metric.
-
-    Attributes:
-        about: Description in one line, for the documentation.
-        value: Returns the value of a step from its `RolloutTotals`, or None.
-        reduce: How Tunix combines several values of one step.
-    """
+    """One metric: its description for the documentation, and its value of a step, if it has one."""
 
     about: str
     value: Callable[[RolloutTotals], float | None]
@@ -39,7 +33,6 @@ def _ratio(about: str, parts: Callable[[RolloutTotals], tuple[float, float]]) ->
 
 
 def _total(about: str, counter: str) -> Metric:
-    """One of the engine's counters, over the step."""
     return Metric(about, lambda t: getattr(t.counters, counter), np.sum)
 
 
@@ -146,17 +139,13 @@ def log_rollout_metrics(cluster: tunix_cluster.RLCluster) -> RolloutMetrics:
 
 
 class RolloutMetrics:
-    """Made by `log_rollout_metrics`."""
-
     def __init__(self, observers: RolloutObservers, cluster: tunix_cluster.RLCluster) -> None:
-        """Starts from the totals so far."""
         self._observers = observers
         self._cluster = cluster
         self._before = observers.totals()
         observers.on_updated.append(self._log)
 
     def stop(self) -> None:
-        """Logs no more. Idempotent."""
         if self._log in self._observers.on_updated:
             self._observers.on_updated.remove(self._log)
 

@@ -284,7 +284,6 @@ def counters(recording: Recording) -> list[Counter]:
 
 
 def _clipped(track: Track, recording: Recording) -> Track:
-    """The part of a track within the recording."""
     begin, end = recording.begin_s, recording.end_s
     return track._replace(
         slices=[
@@ -328,7 +327,6 @@ class TrainSpans(TrainingHooks):
     def __init__(
         self, name: str, tell: Callable[[HostSpan], None], before: TrainingHooks | None
     ) -> None:
-        """Records nothing yet."""
         self._name = name
         self._tell = tell
         self._before: Any = before
@@ -340,25 +338,21 @@ class TrainSpans(TrainingHooks):
         self._began_s = time.perf_counter()
 
     def on_train_end(self, train_ctx: Any) -> None:
-        """A call of `train` ends, and so do its computations."""
         self._pass_on("on_train_end", train_ctx)
         thread, args = threading.current_thread(), {"train_steps": train_ctx.train_steps}
         began_s, now_s = self._began_s, time.perf_counter()
         self._tell(HostSpan(threading.get_ident(), thread.name, self._name, began_s, now_s, args))
 
     def on_train_step_start(self, train_ctx: Any) -> None:
-        """Passes on, as do the methods below."""
         self._pass_on("on_train_step_start", train_ctx)
 
-    def on_train_step_end(  # noqa: D102
-        self, train_ctx: Any, train_step: int, train_loss: float
-    ) -> None:
+    def on_train_step_end(self, train_ctx: Any, train_step: int, train_loss: float) -> None:
         self._pass_on("on_train_step_end", train_ctx, train_step, train_loss)
 
-    def on_eval_step_start(self, train_ctx: Any) -> None:  # noqa: D102
+    def on_eval_step_start(self, train_ctx: Any) -> None:
         self._pass_on("on_eval_step_start", train_ctx)
 
-    def on_eval_step_end(self, train_ctx: Any, eval_loss: float) -> None:  # noqa: D102
+    def on_eval_step_end(self, train_ctx: Any, eval_loss: float) -> None:
         self._pass_on("on_eval_step_end", train_ctx, eval_loss)
 
     def _pass_on(self, name: str, *args: Any) -> None:

@@ -43,14 +43,8 @@ _MIN_CONTEXT_LENGTH = 32768
 class EngineBuilder:
     """Plans an engine for an actor, and builds it once. Calls come one at a time.
 
-    Attributes:
-        actor: The policy; None once the engine has its own weights.
-        explicit_options: Flat `EngineConfig` options, which override those of a config.
-        model_config: The planned engine's model.
-        engine_config: Its configuration.
-        weights: Passes weights to it.
-        weight_specs: Names, shapes and dtypes of the weights that Tunix passes; once it is built.
-        dtype: Dtype of its weights; once it is built.
+    `actor` is None once the engine has its own weights; `weight_specs` (what Tunix passes) and
+    `dtype` are there once it is built. `explicit_options` override those of a config.
     """
 
     model_config: ModelConfig
@@ -69,7 +63,6 @@ class EngineBuilder:
         lora_scaling: float | None,
         explicit_options: Mapping[str, Any],
     ) -> None:
-        """Plans nothing yet; see the arguments of `SglJaxRollout`."""
         self.actor: nnx.Module | None = actor
         self.explicit_options = dict(explicit_options)
         self._mesh = mesh
@@ -82,13 +75,7 @@ class EngineBuilder:
     def plan(self, config: RolloutConfig, configs: Mapping[str, RolloutConfig]) -> None:
         """Plans the engine, and refuses now what building it would.
 
-        Args:
-            config: The training config.
-            configs: Those of all modes; the longest one sizes the engine.
-
-        Raises:
-            InvalidConfigError: for an option that is unknown, wrong or contradicts the mesh.
-            UnsupportedModelError: for a model that the engine does not implement.
+        The longest of all modes' configs sizes it.
         """
         asked = engine_options.ask_options(config)
         wanted = {**asked.values, **self.explicit_options}.get("max_model_len", 0)
@@ -144,7 +131,6 @@ class EngineBuilder:
         return runtime.quantization is not None or jnp.finfo(dtype).bits < 32
 
     def _merge(self, reason: Exception) -> None:
-        """Plans to merge the pairs that an adapter cannot hold."""
         assert self._merge_instead is not None
         logger.warning(
             "lora='auto' merges the pairs into the engine's weights, whose rounding takes part of "
@@ -158,7 +144,6 @@ class EngineBuilder:
         return engine_dtype(self._maxtext_config() or config_of(self.actor), stored)
 
     def build(self, tokenizer: Any, progress: ProgressListener | None) -> Engine:
-        """The planned engine, with the actor's weights of now."""
         try:
             return self._build(tokenizer, progress)
         except WeightSyncError as error:
@@ -192,11 +177,7 @@ class EngineBuilder:
         )
 
     def check_same(self, config: RolloutConfig) -> None:
-        """Refuses engine fields of a later config that differ from the planned engine's.
-
-        Raises:
-            InvalidConfigError: names the option and both values.
-        """
+        """Refuses engine fields of a later config that differ from the planned engine's."""
         asked = self._for_model(engine_options.ask_options(config))
         engine_options.check_same_engine(asked, self.engine_config, self.explicit_options)
 
@@ -205,7 +186,6 @@ class EngineBuilder:
         return asked if has_experts else engine_options.without_experts(asked)
 
     def check_same_mapping(self, config: RolloutConfig) -> None:
-        """Refuses another mapping of weights than the planned engine's."""
         mapping = config.rollout_mapping_config or None
         if mapping is not None and mapping is not self._mapping:
             raise InvalidConfigError(
@@ -228,6 +208,5 @@ class EngineBuilder:
         return as_trained(model, maxtext_config or config_of(self.actor))
 
     def _maxtext_config(self) -> Any:
-        """MaxText's config, given or of the actor; None for another trainer's model."""
         both = (self._given_model_config, config_of(self.actor))
         return next(filter(is_maxtext_config, both), None)

@@ -21,7 +21,6 @@ class TrainerFollower:
     """
 
     def __init__(self) -> None:
-        """Follows nothing until a cluster is bound."""
         self._cluster: weakref.ref[rl_cluster.RLCluster] | None = None
         self._served_steps = 0
 

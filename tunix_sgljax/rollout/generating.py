@@ -26,7 +26,6 @@ class SamplingReader:
     """Reads sampling parameters from the configs of calls. Any thread."""
 
     def __init__(self, extra: Mapping[str, Any], eos_id: int) -> None:
-        """Reads nothing yet."""
         self._extra = extra
         self._eos_id = eos_id
         self._lock = threading.Lock()
@@ -43,8 +42,6 @@ class SamplingReader:
     def params(
         self, config: RolloutConfig, *, shows_special_tokens: bool = False
     ) -> SamplingParams:
-        """Sampling parameters of any prompt, without a seed."""
-
         def read() -> SamplingParams:
             return sampling.to_sampling_params(
                 with_training_kwargs(config, self._training),
@@ -87,12 +84,9 @@ class SamplingReader:
         return {str(seed): count for seed, count in newest}
 
     def go_on(self, num_calls: Mapping[str, int], *, are_others: bool) -> None:
-        """Draws on where an earlier process left `num_calls`.
+        """Draws on where an earlier process left `num_calls`, by seed.
 
-        Args:
-            num_calls: Calls with each seed.
-            are_others: Whether another process wrote that, which had seeds of its own but made as
-                many calls.
+        `are_others`: another process wrote that, which had seeds of its own but made as many calls.
         """
         with self._lock:
             self._first_call = max(num_calls.values(), default=0) if are_others else 0
@@ -145,11 +139,7 @@ def to_rollout_output(
 def scored_sequences(
     prompt_tokens: jax.Array, completion_tokens: jax.Array, pad_id: int
 ) -> tuple[list[list[int]], list[int], np.ndarray]:
-    """Token ids without padding, the prompt lengths, and which completion tokens count.
-
-    Raises:
-        InvalidRequestError: for a prompt of padding alone.
-    """
+    """Token ids without padding, the prompt lengths, and which completion tokens count."""
     prompts = padding.unpad_prompts(np.asarray(prompt_tokens), pad_id)
     if any(len(prompt) == 0 for prompt in prompts):
         raise InvalidRequestError("prompt_tokens has a row of padding alone; each needs a token")

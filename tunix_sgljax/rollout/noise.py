@@ -23,7 +23,6 @@ class Noise:
     """
 
     def __init__(self, reader: SamplingReader) -> None:
-        """Takes what counts the calls of each seed; follows no cluster."""
         self._reader = reader
         self._lock = threading.Lock()
         self._cluster: weakref.ref[RLCluster] | None = None

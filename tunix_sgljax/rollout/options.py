@@ -27,11 +27,7 @@ _OBJECTS = {
 
 
 def rollout_options(section: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of `SglJaxRollout` that the section holds, checked before a model is loaded.
-
-    Raises:
-        InvalidConfigError: names the key that is unknown, or whose value is bad.
-    """
+    """The keywords of `SglJaxRollout` that the section holds, checked before a model is loaded."""
     known = _keywords()
     ours = {name: value for name, value in section.items() if name in known}
     for name in section:
@@ -56,16 +52,11 @@ def rollout_options(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def engine_config_of(section: Mapping[str, Any]) -> EngineConfig:
-    """The engine options of the section.
-
-    Raises:
-        InvalidConfigError: for an unknown option or a bad value.
-    """
+    """The engine options of the section."""
     return EngineConfig.from_options(engine_options_of(section))
 
 
 def engine_options_of(section: Mapping[str, Any]) -> dict[str, Any]:
-    """The engine options of the section, unchecked."""
     known = _keywords()
     return {name: value for name, value in section.items() if name not in known}
 

@@ -20,11 +20,6 @@ class PromptEncoder:
     """Encodes prompts as Tunix's samplers do. Any thread."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """Wraps the tokenizer.
-
-        Raises:
-            InvalidConfigError: for a tokenizer without pad and end tokens.
-        """
         is_adapter = isinstance(tokenizer, TokenizerAdapter)
         self.tokenizer = tokenizer if is_adapter else TokenizerAdapter(tokenizer)
         padding.check_pad_id(self.tokenizer.pad_id(), self.tokenizer.eos_id())
@@ -42,19 +37,9 @@ class PromptEncoder:
         """Token ids of a prompt, from the first one that Tunix does not take for padding.
 
         A text and a conversation get BOS in front, if there is one, it is not 0, and they do not
-        begin with it. Token ids stay as they are.
-
-        Args:
-            prompt: A text, token ids, a message or a conversation (a list of messages).
-            config: Whose maximum of new tokens must fit behind it.
-            name: What errors call it.
-            max_model_len: The engine's limit of prompt and new tokens.
-            render: Returns the ids of a conversation under the chat template.
-            is_joined: Whether the prompt must be at most `max_prompt_length` tokens long, since
-                Tunix puts it into one array with those of other calls.
-
-        Raises:
-            InvalidRequestError: names the prompt, its length and the limit.
+        begin with it. Token ids stay as they are. A joined prompt must be at most
+        `max_prompt_length` tokens long, since Tunix puts it into one array with those of other
+        calls. InvalidRequestError calls it `name`, and has its length and the limit.
         """
         ids = self._ids(prompt, name, render)
         kept = padding.strip_prompt(ids, self.tokenizer.pad_id())
@@ -101,7 +86,6 @@ class PromptEncoder:
 
 
 def is_ids(prompt: Any) -> bool:
-    """Whether a prompt is a list or an array of token ids."""
     if isinstance(prompt, np.ndarray):
         return prompt.ndim == 1 and np.issubdtype(prompt.dtype, np.integer)
     is_list = isinstance(prompt, (list, tuple)) and len(prompt) > 0
@@ -109,6 +93,5 @@ def is_ids(prompt: Any) -> bool:
 
 
 def is_conversation(prompt: Any) -> bool:
-    """Whether a prompt is a list of messages."""
     is_list = isinstance(prompt, (list, tuple)) and len(prompt) > 0
     return is_list and all(isinstance(x, Mapping) for x in prompt)

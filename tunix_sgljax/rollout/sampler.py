@@ -24,7 +24,6 @@ class RolloutSampler:
         generate: Callable[[list[str], RolloutConfig], RolloutOutput],
         training: Callable[[], RolloutConfig],
     ) -> None:
-        """Takes the rollout's `generate`, and a function that returns its training config."""
         self._generate = generate
         self._training = training
 
@@ -45,22 +44,8 @@ class RolloutSampler:
     ) -> SamplerOutput:
         """Samples a completion for each prompt, without log-probs; arguments as of `BaseSampler`.
 
-        Args:
-            input_strings: Prompts, or one.
-            max_generation_steps: Maximum tokens of a completion.
-            max_prompt_length: Width of the returned prompts; None takes the training config's.
-            temperature: 0 is greedy.
-            top_p: None keeps all tokens.
-            top_k: None keeps all tokens.
-            beam_size: Must be None.
-            seed: None is fresh randomness.
-            multi_sampling: Must be 1.
-            return_logits: Must be False.
-            echo: Must be False.
-            pad_output: Must be False: completions are as long as they are.
-
-        Raises:
-            InvalidRequestError: names the argument, its value and its limit.
+        `max_prompt_length` None takes the training config's. What this engine lacks (beams, several
+        samples, logits, echo, padding) is refused by the argument's name.
         """
         limits = {
             "beam_size": (beam_size, None),

@@ -1,5 +1,3 @@
-"""SglJaxRollout: Tunix's BaseRollout on the embedded engine."""
-
 from __future__ import annotations
 
 import contextlib
@@ -713,12 +711,10 @@ class SglJaxRollout(BaseRollout):
         return self._builder.weights
 
     def _check_call(self, config: RolloutConfig) -> None:
-        """Refuses a config that is wrong, or asks for another engine."""
         self._field_checker.check(config)
         self._check_same_engine(config)
 
     def _check_same_engine(self, config: RolloutConfig) -> None:
-        """Refuses engine fields of a later config that differ from the running engine's."""
         self._builder.check_same(config)
         asked_mode = engine_options.asked_logprobs_mode(config)
         if self._given_logprobs_mode is None and asked_mode not in (None, self._logprobs_mode):

@@ -19,11 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_fields(config: RolloutConfig) -> dict[str, str]:
-    """Settings of a config that change nothing here, as "field=value", and why.
-
-    Raises:
-        InvalidConfigError: for a wrong value.
-    """
+    """Settings of a config that change nothing here, as "field=value", and why."""
     unused: dict[str, tuple[Any, str]] = {}
     for field in dataclasses.fields(config):
         value, known = getattr(config, field.name), FIELDS.get(field.name)
@@ -45,9 +41,6 @@ def check_axis_types(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
 
     Tunix 0.1.7's models leave shardings to the compiler. On Explicit axes, which `jax.make_mesh`
     makes by default, the trainer's first step ends in a DuplicateSpecError or ShardingTypeError.
-
-    Raises:
-        InvalidConfigError: says how to make the mesh.
     """
     auto = jax.sharding.AxisType.Auto
     if any(kind != auto for kind in mesh.axis_types):
@@ -72,17 +65,12 @@ class FieldChecker:
     """Warns once about each field that changes nothing, or refuses it. Any thread."""
 
     def __init__(self, *, is_strict: bool) -> None:
-        """Starts without any warnings."""
         self._is_strict = is_strict
         self._named: set[str] = set()
         self._lock = threading.Lock()
 
     def check(self, config: RolloutConfig) -> None:
-        """Logs one warning for all such fields that no earlier config had.
-
-        Raises:
-            InvalidConfigError: for a wrong value; if strict, also for a field without a meaning.
-        """
+        """Logs one warning for all such fields that no earlier config had, or refuses them."""
         unused = check_fields(config)
         if self._is_strict and unused:
             field, reason = next(iter(unused.items()))

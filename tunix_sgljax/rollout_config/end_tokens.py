@@ -20,14 +20,6 @@ def find_end_ids(config: RolloutConfig, eos_id: int | None) -> tuple[int, ...]:
 
     vLLM and SGLang add the ids of generation_config.json to the tokenizer's: of instruct models
     there are often several. A warning says so where such a config names no local folder.
-
-    Args:
-        config: The training config.
-        eos_id: The tokenizer's end token; None or negative when it has none.
-
-    Raises:
-        InvalidConfigError: for a folder whose files cannot be read.
-        UnsupportedModelError: for a folder of a model that the engine does not implement.
     """
     own = () if eos_id is None or eos_id < 0 else (int(eos_id),)
     named = {name: getattr(config, name) for name in _VERSIONS if getattr(config, name)}

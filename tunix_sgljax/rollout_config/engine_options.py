@@ -38,12 +38,9 @@ class _Wish(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AskedOptions:
-    """The engine options that a RolloutConfig asks for.
+    """The engine options that a RolloutConfig asks for, and for each the field that does.
 
-    Attributes:
-        values: Values by the engine's option names.
-        sources: For each option, the field or entry that asks for it.
-        unused: Fields and entries that change nothing, with the value and the reason.
+    `unused` are fields and entries that change nothing, with the value and the reason.
     """
 
     values: Mapping[str, Any]
@@ -57,9 +54,6 @@ def ask_options(config: RolloutConfig) -> AskedOptions:
     If several fields ask for one option, the first of these decides: `rollout_sglang_jax_kwargs`,
     the fields of `rollout_sglang_jax_` and Tunix's own, `rollout_vllm_kwargs`, the fields of
     `rollout_vllm_`.
-
-    Raises:
-        InvalidConfigError: for a value that cannot be translated.
     """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -86,11 +80,7 @@ def without_experts(asked: AskedOptions) -> AskedOptions:
 def make_engine_config(
     asked: AskedOptions, explicit: Mapping[str, Any], implied_model_len: int
 ) -> EngineConfig:
-    """The engine's configuration.
-
-    Raises:
-        InvalidConfigError: names the option, its value and its limit, and the field behind it.
-    """
+    """The engine's configuration."""
     options = {"max_model_len": implied_model_len} | dict(asked.values) | dict(explicit)
     try:
         return EngineConfig.from_options(options)
@@ -111,11 +101,7 @@ def implied_model_len(config: RolloutConfig) -> int:
 def check_same_engine(
     asked: AskedOptions, running: EngineConfig, overridden: Collection[str]
 ) -> None:
-    """Refuses engine fields of a config that differ from those the engine was made with.
-
-    Raises:
-        InvalidConfigError: names the option and both values.
-    """
+    """Refuses engine fields of a config that differ from those the engine was made with."""
     groups = [getattr(running, field.name) for field in dataclasses.fields(running)]
     current = {
         field.name: getattr(group, field.name)
@@ -137,11 +123,7 @@ def check_same_engine(
 
 
 def asked_logprobs_mode(config: RolloutConfig) -> str | None:
-    """The rollout's `logprobs_mode` that vLLM's fields ask for; None at their default.
-
-    Raises:
-        InvalidConfigError: for a mode that gives no log-probs.
-    """
+    """The rollout's `logprobs_mode` that vLLM's fields ask for; None at their default."""
     source, mode = "rollout_vllm_logprobs_mode", config.rollout_vllm_logprobs_mode
     entry = entries_of(config, "rollout_vllm_kwargs").get("logprobs_mode")
     if entry is not None:
@@ -157,7 +139,6 @@ def asked_logprobs_mode(config: RolloutConfig) -> str | None:
 
 
 def _wishes(config: RolloutConfig) -> Iterator[_Wish]:
-    """The wishes of all fields, in order of priority."""
     yield from _wishes_of_entries(config, "rollout_sglang_jax_kwargs")
     fields = list(_wishes_of_fields(config, [*MODEL_FIELDS, *SGLANG_JAX_FIELDS]))
     yield from fields

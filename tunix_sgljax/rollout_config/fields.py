@@ -28,14 +28,10 @@ values that match the actual state are accepted. "accepted": it repeats what the
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutField:
-    """A field of RolloutConfig.
+    """A field of RolloutConfig; the text says for messages and docs what it sets, or why nothing.
 
-    Attributes:
-        name: Tunix's name.
-        treatment: How the field is treated.
-        target: The engine option or sampling field that it sets, if any.
-        text: What it sets, or why it sets nothing; for messages and docs.
-        is_new: Whether only Tunix's main branch has it, after 0.1.7.
+    `target` is the engine option or sampling field that it sets. `is_new`: only Tunix's main branch
+    has it, after 0.1.7.
     """
 
     name: str
@@ -189,18 +185,13 @@ FIELDS: Mapping[str, RolloutField] = MappingProxyType(
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
-    """A field's default value."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default
 
 
 def entries_of(config: RolloutConfig, name: str) -> Mapping[str, Any]:
-    """Reads a field that holds a dict or None; None counts as an empty dict.
-
-    Raises:
-        InvalidConfigError: for anything else.
-    """
+    """Reads a field that holds a dict or None; None counts as an empty dict."""
     value = getattr(config, name)
     if value is None:
         return {}
@@ -210,11 +201,7 @@ def entries_of(config: RolloutConfig, name: str) -> Mapping[str, Any]:
 
 
 def lora_scaling(config: RolloutConfig) -> float | None:
-    """The factor of LoRA pairs that a config names, alpha / rank; None if it names none.
-
-    Raises:
-        InvalidConfigError: for a value that is not a finite number.
-    """
+    """The factor of LoRA pairs that a config names, alpha / rank; None if it names none."""
     name = "rollout_sglang_jax_lora_scaling"
     return check_scaling(f"RolloutConfig.{name}", getattr(config, name))
 
@@ -224,9 +211,6 @@ def max_lora_rank(config: RolloutConfig) -> int | None:
 
     Read from `rollout_sglang_jax_max_lora_rank`, else `max_lora_rank` of
     `rollout_vllm_lora_config`, else of `rollout_vllm_kwargs`.
-
-    Raises:
-        InvalidConfigError: for a value that is not an integer of at least 1.
     """
     name = "max_lora_rank"
     places = [("rollout_sglang_jax_max_lora_rank", config.rollout_sglang_jax_max_lora_rank)]

@@ -1,5 +1,3 @@
-"""Remembers what was read of a RolloutConfig, until one of its fields changes."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -29,18 +27,14 @@ class ConfigMemory(Generic[T]):
     """
 
     def __init__(self) -> None:
-        """Remembers nothing yet."""
         self._entries: tuple[_Entry[T], ...] = ()
 
     def get(self, config: RolloutConfig, read: Callable[[], T], **more: Any) -> T:
         """The value of a config with the same fields, else that of `read`.
 
-        A config with a field whose changes cannot be seen, such as an array, is always read.
-
-        Args:
-            config: Any config. Values must not depend on its `seed` and `rollout_mapping_config`.
-            read: Reads the config.
-            **more: What the value depends on beside the config.
+        A config with a field whose changes cannot be seen, such as an array, is always read. Values
+        must not depend on its `seed` and `rollout_mapping_config`; `more` is what they depend on
+        beside it.
         """
         fields = {**vars(config), **_READ_EACH_TIME, **more}
         for entry in self._entries:
@@ -58,7 +52,6 @@ class ConfigMemory(Generic[T]):
         return value
 
     def clear(self) -> None:
-        """Forgets all values."""
         self._entries = ()
 
 

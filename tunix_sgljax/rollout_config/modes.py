@@ -79,9 +79,6 @@ def check_lengths(configs: Mapping[str, RolloutConfig], max_model_len: int) -> N
     """Refuses configs whose longest sequences the engine cannot hold.
 
     Of the training config it only warns: its prompts may be shorter, and it is used at once.
-
-    Raises:
-        InvalidConfigError: names the mode, the fields and the limit.
     """
     for mode, config in configs.items():
         prompt, new = config.max_prompt_length, config.max_tokens_to_generate

@@ -41,14 +41,7 @@ WITHOUT_MEANING = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AskedSampling:
-    """What `rollout_vllm_sampling_kwargs` asks for.
-
-    Attributes:
-        params: Fields of SamplingParams.
-        stop_token_ids: End tokens in addition to the rollout's own.
-        ignores_eos: Do not stop at the tokenizer's end token.
-        unused: Entries that change nothing, with the value and the reason.
-    """
+    """What `rollout_vllm_sampling_kwargs` asks for; `unused` entries have the reason."""
 
     params: Mapping[str, Any]
     stop_token_ids: tuple[int, ...]
@@ -57,12 +50,7 @@ class AskedSampling:
 
 
 def ask_sampling(config: RolloutConfig) -> AskedSampling:
-    """What a config's `rollout_vllm_sampling_kwargs` asks for. None means vLLM's default.
-
-    Raises:
-        InvalidConfigError: for an unknown field that would change sampling, a bad value, or a value
-            that differs from the RolloutConfig field that sets it.
-    """
+    """What a config's `rollout_vllm_sampling_kwargs` asks for. None means vLLM's default."""
     params: dict[str, Any] = {}
     unused: dict[str, tuple[Any, str]] = {}
     for key, value in entries_of(config, _FIELD).items():

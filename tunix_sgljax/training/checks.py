@@ -40,11 +40,7 @@ _LIMITS: dict[str, int | tuple[str, ...]] = {
 
 
 def check_config(config: TrainConfig) -> None:
-    """Refuses values that are out of range, and those that contradict one another.
-
-    Raises:
-        InvalidConfigError: names the key, its value and its limit.
-    """
+    """Refuses values that are out of range, and those that contradict one another."""
     for key, limit in _LIMITS.items():
         value: Any = config
         for name in key.split("."):
@@ -74,11 +70,7 @@ def hint_at(name: str, known: Iterable[str]) -> str:
 
 
 def make_checked(kind: Callable[..., T], section: str, values: Mapping[str, Any]) -> T:
-    """An object of one of Tunix's classes, or what it says against the values.
-
-    Raises:
-        InvalidConfigError: names the section.
-    """
+    """An object of one of Tunix's classes, or what it says against the values."""
     fields = getattr(kind, "__dataclass_fields__", None)
     names: Collection[str] = inspect.signature(kind).parameters if fields is None else fields
     refuse_unknown(section, values, names)

@@ -62,11 +62,7 @@ def check_sections(config: TrainConfig) -> None:
 
 
 def make_meshes(config: TrainConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
-    """The meshes of the trainer and of the rollout, which may be the same.
-
-    Raises:
-        InvalidConfigError: there are too few devices.
-    """
+    """The meshes of the trainer and of the rollout, which may be the same."""
     devices, trainer = jax.devices(), config.actor_model_config.mesh
     rollout = config.rollout_model_config.mesh
     num_trainer = math.prod(trainer.shape)
@@ -138,9 +134,6 @@ def make_optimizer(
 
     `opt_type` is a function of optax, `schedule_type` one of optax.schedules, and other keys are
     their arguments. `max_grad_norm` scales gradients down to that norm.
-
-    Raises:
-        InvalidConfigError: names the key that is unknown or missing.
     """
     function = _function_of(optax, f"{key}.opt_type", str(section.get("opt_type", "adam")).lower())
     values, schedule = dict(section), section.get("schedule_type")
@@ -175,7 +168,6 @@ def make_optimizers(
 
 
 def make_algorithm(config: TrainConfig) -> GRPOConfig | PPOConfig:
-    """Tunix's config of the learner that `training_mode` names."""
     if config.training_mode == "ppo":
         return make_checked(PPOConfig, "ppo_config", config.ppo_config)
     return make_checked(GRPOConfig, "grpo_config", config.grpo_config)
@@ -227,7 +219,6 @@ def make_learner(
     task: Task,
     metric_fns: Sequence[Callable[..., Any]] = (),
 ) -> GRPOLearner[GRPOConfig] | PPOLearner:
-    """The learner that `training_mode` names."""
     algorithm, reward_fns = make_algorithm(config), task.reward_fns
     if isinstance(algorithm, PPOConfig):
         whole = [whole_numbers(fn) for fn in reward_fns]
@@ -244,7 +235,6 @@ def make_learner(
 
 
 def make_over_sampling(config: TrainConfig) -> OverSampling | None:
-    """The options of the section `over_sampling`, or InvalidConfigError."""
     section = config.over_sampling
     if section is None:
         return None
@@ -291,7 +281,6 @@ def _training_config(config: TrainConfig) -> RLTrainingConfig:
 
 
 def _call(key: str, function: Callable[..., T], values: Mapping[str, Any]) -> T:
-    """Calls a function with those of the values that it takes."""
     names = inspect.signature(function).parameters
     taken = {name: value for name, value in values.items() if name in names}
     return make_checked(function, key, taken)

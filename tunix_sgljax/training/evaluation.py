@@ -65,7 +65,6 @@ class EvaluationOptions:
     pass_reward: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuses values out of range with an InvalidConfigError that names the option."""
         for name, least in (("num_prompts", 1), ("num_samples", 1), ("step", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -85,13 +84,10 @@ class EvaluationOptions:
 
 
 class Weights(NamedTuple):
-    """Whose weights were evaluated.
+    """Whose weights were evaluated: a "checkpoint" of Tunix's, a "folder", a "file", or "random".
 
-    Attributes:
-        kind: "checkpoint" of Tunix's trainers, "folder" of Hugging Face, "file", or "random".
-        path: Where they are; None for random weights.
-        step: The checkpoint's number of weight updates, else 0.
-        has_lora: Whether the checkpoint holds LoRA pairs, which were added to the config's model.
+    `step` is a checkpoint's number of weight updates, else 0. Its LoRA pairs were added to the
+    config's model.
     """
 
     kind: str
@@ -100,7 +96,6 @@ class Weights(NamedTuple):
     has_lora: bool = False
 
     def in_words(self) -> str:
-        """The weights in a few words."""
         if self.kind == "checkpoint":
             pairs = "LoRA pairs of " if self.has_lora else ""
             return f"{pairs}step {self.step} of the checkpoints in {self.path}"
@@ -110,16 +105,9 @@ class Weights(NamedTuple):
 class Evaluation(NamedTuple):
     """The result of an evaluation: what evaluation.json holds.
 
-    Attributes:
-        weights: Whose weights were evaluated.
-        data: Which rows: the dataset, its split and its number of prompts.
-        sampling: How completions were sampled.
-        mean_reward: Mean of all completions' rewards.
-        standard_error: Standard error of that mean over prompts; None for one prompt.
-        pass_at_k: Share of prompts of which at least one of k samples passes, by k.
-        pass_reward: The least reward that passes.
-        num_cut: Completions that ended at the most tokens.
-        samples: For each prompt its text, completions and rewards.
+    `standard_error` is that of the mean reward over prompts; None for one prompt. `pass_at_k` is
+    the share of prompts of which at least one of k samples passes, by k. `num_cut` completions
+    ended at the most tokens. `samples` has each prompt's text, completions and rewards.
     """
 
     weights: Weights
@@ -136,16 +124,7 @@ class Evaluation(NamedTuple):
 def run_evaluation(
     config: TrainConfig, options: EvaluationOptions, progress: Progress | None = None
 ) -> Evaluation:
-    """Samples completions of a task's prompts as a training would, and rewards them.
-
-    Args:
-        config: The training's, from `load_config`: model, tokenizer, task, sampling and engine.
-        options: What to evaluate.
-        progress: Draws bars; None writes a line for each slow phase.
-
-    Raises:
-        InvalidConfigError: names the key or the option, and what is wrong with it.
-    """
+    """Samples completions of a task's prompts as a training would, and rewards them."""
     config = _with_options(config, options)
     check_sections(config)
     algorithm = make_algorithm(config)
@@ -237,7 +216,6 @@ def pass_at_k(num_passed: Sequence[int], num_samples: int, k: int) -> float:
 
 
 def _with_options(config: TrainConfig, options: EvaluationOptions) -> TrainConfig:
-    """The config with the options of an evaluation in it."""
     training = dict(config.rl_training_config)
     if options.checkpoint is not None:
         if not options.checkpoint.is_dir():
@@ -302,12 +280,7 @@ def _load_weights(
 
 
 def _checkpoint_folder(config: TrainConfig, options: EvaluationOptions) -> Path | None:
-    """The parameters of the checkpoint to evaluate; None for the weights that training starts with.
-
-    Raises:
-        InvalidConfigError: no folder is named for the step that is asked for.
-        WeightLoadError: when there is no checkpoint, or not that step.
-    """
+    """The parameters of the checkpoint to evaluate; None for a training's first weights."""
     root = checkpoint_root(config)
     if options.step == 0:
         return None

@@ -111,7 +111,6 @@ def field_keys(kind: type = TrainConfig, prefix: str = "") -> Iterator[str]:
 
 @functools.cache
 def field_types(kind: type) -> dict[str, Any]:
-    """The types of a section's keys."""
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
@@ -125,7 +124,6 @@ def section_of(annotation: Any) -> type | None:
 
 
 def type_name(annotation: Any) -> str:
-    """A field's type in words."""
     if isinstance(annotation, types.UnionType):
         return f"{type_name(typing.get_args(annotation)[0])} or null"
     if annotation == list[int]:

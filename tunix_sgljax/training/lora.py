@@ -45,12 +45,7 @@ def apply_lora(model: nnx.Module, section: LoraSettings, seed: int) -> nnx.Modul
 
 
 def abstract_actor(spec: ModelSpec, section: LoraSettings) -> AbstractActor:
-    """A LoRA actor without weights.
-
-    Raises:
-        InvalidConfigError: for a `module_path` that matches the embedding, or no projection (the
-            message lists them); or for weights that Tunix cannot use once quantised.
-    """
+    """A LoRA actor without weights."""
     try:
         made = _abstract(spec, section)
     except TypeError as error:  # of Tunix's layers, for a weight that is no array
@@ -101,17 +96,12 @@ def _module_paths(pairs: nnx.State) -> list[str]:
 
 
 def checkpoint_root(config: TrainConfig) -> Path | None:
-    """Absolute path of Tunix's checkpoints."""
     given = config.rl_training_config.get("checkpoint_root_directory")
     return None if given is None else Path(given).expanduser().absolute()
 
 
 def check_resume(config: TrainConfig, spec: ModelSpec) -> None:
-    """Refuses a checkpoint whose LoRA pairs differ from the config's. Reads no weights.
-
-    Raises:
-        InvalidConfigError: names what differs.
-    """
+    """Refuses a checkpoint whose LoRA pairs differ from the config's. Reads no weights."""
     root = checkpoint_root(config)
     folder = None if root is None else find_latest(root)
     if root is None or folder is None:

@@ -23,16 +23,11 @@ _FLOAT32 = 4
 class MemoryEstimate(NamedTuple):
     """Bytes on one device of the trainer's mesh, without activations other than logits.
 
-    Attributes:
-        policy: The policy's parameters; with LoRA the frozen base, quantised or not, and the pairs.
-        gradients: Gradients of the trained parameters: all, or the pairs.
-        optimizer: Optimizer state of the trained parameters.
-        reference: Parameters of the frozen reference, if there is one. A LoRA policy begins with
-            the reference's arrays, but Tunix's first step gives it others.
-        critic: PPO's critic with its gradients and optimizer state.
-        logits: Logits of a micro batch in the trainer, in float32, with gradients.
-        engine_weights: The engine's copy, on its own devices.
-        kv_cache: The engine's largest KV cache; `mem_fraction_static` may make it smaller.
+    With LoRA, `policy` is the frozen base, quantised or not, and the pairs; `gradients` and
+    `optimizer` are the pairs'. A LoRA policy begins with the reference's arrays, but Tunix's first
+    step gives it others. `logits` are those of a micro batch in the trainer, in float32, with
+    gradients. `engine_weights` are on their own devices. `mem_fraction_static` may make `kv_cache`
+    smaller.
     """
 
     policy: int
@@ -46,11 +41,9 @@ class MemoryEstimate(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The sum of all parts, as if all existed at once."""
         return sum(self)
 
     def __str__(self) -> str:
-        """A line for each part, in GB."""
         rows = {**self._asdict(), "total": self.total}
         return "\n".join(f"  {name:<15}{size / 1e9:9.3f} GB" for name, size in rows.items())
 
@@ -61,11 +54,7 @@ def estimate_memory(
     mesh: jax.sharding.Mesh,
     optimizers: tuple[optax.GradientTransformation, optax.GradientTransformation],
 ) -> MemoryEstimate:
-    """Adds up the memory of a run without allocating any, for the trainer's mesh.
-
-    Raises:
-        InvalidConfigError: a parameter cannot be split over the mesh.
-    """
+    """Adds up the memory of a run without allocating any, for the trainer's mesh."""
     model = config.actor_model_config
     lora, dtype = model.lora_config, None if model.dtype is None else np.dtype(model.dtype)
     base = nnx.state(spec.abstract(), nnx.Param)

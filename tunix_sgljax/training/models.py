@@ -57,7 +57,6 @@ class ModelSpec(NamedTuple):
     config: Any
 
     def abstract(self) -> nnx.Module:
-        """The model without weights: shapes and dtypes only."""
         return nnx.eval_shape(lambda: self.model_class(self.config, rngs=nnx.Rngs(0)))
 
 
@@ -118,7 +117,6 @@ def _read_folder(folder: str) -> tuple[str, Any]:
 
 
 def tunix_config(model: ModelConfig) -> Any:
-    """Tunix's ModelConfig of a model that the engine describes, of a known architecture."""
     family = _ARCHITECTURES[model.architecture]
     shape = {
         "num_layers": model.num_layers,
@@ -139,11 +137,7 @@ def tunix_config(model: ModelConfig) -> Any:
 
 
 def named_config(name: str) -> Any:
-    """Tunix's own ModelConfig of a name, also of families that training does not read.
-
-    Raises:
-        InvalidConfigError: when Tunix knows no such name.
-    """
+    """Tunix's own ModelConfig of a name, also of families that training does not read."""
     try:
         return automodel.call_model_config(name)
     except (ValueError, AttributeError, ImportError) as error:
@@ -179,11 +173,7 @@ def _check_name(section: ModelSection, family: str, config: Any) -> None:
 
 
 def load_policy(section: ModelSection, spec: ModelSpec, mesh: jax.sharding.Mesh) -> nnx.Module:
-    """The policy with its first weights, sharded over the mesh.
-
-    Raises:
-        InvalidConfigError: the folder or the checkpoint does not hold this model.
-    """
+    """The policy with its first weights, sharded over the mesh."""
     if section.model_path is not None:
         params = importlib.import_module(f"tunix.models.{spec.family}.params")
         dtype = None if section.dtype is None else jnp.dtype(section.dtype)
@@ -211,11 +201,7 @@ def _read_checkpoint(path: Path, spec: ModelSpec) -> dict[str, np.ndarray]:
 
 
 def check_shapes(where: str, stored: Mapping[str, Sequence[int]], state: nnx.State) -> None:
-    """Refuses stored parameters that are not those of a state.
-
-    Raises:
-        InvalidConfigError: names a parameter that differs.
-    """
+    """Refuses stored parameters that are not those of a state."""
     wanted = {_name(key): tuple(param.shape) for key, param in nnx.to_flat_state(state)}
     for name in sorted(wanted.keys() | stored.keys()):
         if wanted.get(name) != stored.get(name):
@@ -266,11 +252,7 @@ def make_critic(
 
 
 def abstract_critic(spec: ModelSpec) -> nnx.Module:
-    """The critic without weights.
-
-    Raises:
-        InvalidConfigError: Tunix cannot train a critic of this family.
-    """
+    """The critic without weights."""
     if spec.family not in _CRITIC_FAMILIES:
         raise InvalidConfigError(
             f"training_mode ppo needs a model of {' or '.join(_CRITIC_FAMILIES)}, got "
@@ -291,11 +273,7 @@ def _value_head(spec: ModelSpec, seed: int) -> nnx.Linear:
 
 
 def load_tokenizer(config: TrainConfig) -> TokenizerAdapter:
-    """Tunix's adapter around the tokenizer.
-
-    Raises:
-        InvalidConfigError: it cannot be read.
-    """
+    """Tunix's adapter around the tokenizer."""
     section = config.tokenizer_config
     if section.function is not None:
         add_code_dir(config.task.code_dir)

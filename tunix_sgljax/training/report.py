@@ -35,18 +35,11 @@ _TAIL["tail_s"] = "rollout/tail_s"
 
 
 class StepRecord(NamedTuple):
-    """One step of training.
+    """One step of training, from 1.
 
-    Attributes:
-        step: Number of the step, from 1.
-        reward: The mean reward of the step's completions.
-        rollout_s: Seconds in `generate`.
-        num_tokens: Tokens generated in that time.
-        step_s: Seconds of the whole step, rollout and training.
-        weight_version: Version of the weights that sampled the step's last mini-batch, if the
-            engine counts them.
-        over_sampling: Groups that were left, ages of tokens and seconds of the tail, by the names
-            of their metrics; None without over-sampling.
+    `rollout_s` and `num_tokens` are of `generate`; `step_s` is the whole step. `weight_version`
+    sampled the step's last mini-batch, if the engine counts them. `over_sampling` has groups that
+    were left, ages of tokens and seconds of the tail, by the names of their metrics.
     """
 
     step: int
@@ -59,7 +52,6 @@ class StepRecord(NamedTuple):
 
     @property
     def tokens_per_s(self) -> float:
-        """The speed of the rollout."""
         return self.num_tokens / self.rollout_s
 
 
@@ -71,12 +63,7 @@ class EvalRecord(NamedTuple):
 
 
 class StepRecorder:
-    """Makes a record of each step of Tunix's learner. Made on the thread that will call `train`.
-
-    Attributes:
-        records: Records of the steps, in order.
-        evals: Records of the evaluations between them.
-    """
+    """Makes a record of each step of Tunix's learner. Made on the thread that will call `train`."""
 
     def __init__(
         self,
@@ -92,7 +79,6 @@ class StepRecorder:
         self.start(1)
 
     def start(self, first_step: int) -> None:
-        """Starts the clock; a resumed run continues the step count of its checkpoint."""
         self._first_step = first_step
         self._start_step()
 
@@ -132,7 +118,6 @@ class StepRecorder:
 
 
 def _tail_of(metrics: MetricsBuffer) -> dict[str, float] | None:
-    """Over-sampling's metrics of a step, each reduced as Tunix does."""
     if _TAIL["wait_s"] not in metrics.metrics:
         return None
     tail = {}
@@ -148,13 +133,11 @@ class StepLines:
     """Writes a line about each finished step: its seconds, the rollout's, and the time left."""
 
     def __init__(self, num_steps: int) -> None:
-        """Takes the number of steps of the whole run."""
         self._num_steps = num_steps
         self._warm_s: collections.deque[float] = collections.deque(maxlen=WINDOW)
         self._is_first = True
 
     def __call__(self, record: StepRecord) -> None:
-        """Writes the line of the next step."""
         if not self._is_first:  # the first one compiles
             self._warm_s.append(record.step_s)
         self._is_first = False
@@ -190,7 +173,6 @@ def describe_time(seconds: float) -> str:
 
 
 def print_eval(record: EvalRecord) -> None:
-    """Writes a line about an evaluation between steps."""
     print_line(f"held out, after {record.num_steps} steps: reward {record.reward:.3f}")
 
 
@@ -242,7 +224,6 @@ def write_json(
     records: Sequence[StepRecord],
     evals: Sequence[EvalRecord] = (),
 ) -> None:
-    """Writes the settings of the run, its summary, every step and every evaluation."""
     content: dict[str, Any] = {
         "settings": {"device": jax.devices()[0].device_kind, **dataclasses.asdict(config)},
         "summary": summarize(records),
@@ -259,17 +240,12 @@ class RecordFile:
     """
 
     def __init__(self, path: Path, config: TrainConfig, num_done: int) -> None:
-        """Reads what an earlier run left there of its first `num_done` steps."""
         self.path = path
         self._config = config
         self._steps, self._evals = _earlier_records(path, num_done)
 
     def write(self, records: Sequence[StepRecord], evals: Sequence[EvalRecord]) -> None:
-        """Writes the records of this run behind the earlier ones.
-
-        Raises:
-            OSError: when it cannot; an older file stays whole.
-        """
+        """Writes the records of this run behind the earlier ones."""
         again = {record.num_steps for record in evals}
         before = [record for record in self._evals if record.num_steps not in again]
         write_json(self.path, self._config, [*self._steps, *records], [*before, *evals])

@@ -50,7 +50,6 @@ class TimedRollout(RolloutWrapper):
     def generate(
         self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any
     ) -> RolloutOutput:
-        """Generates with the inner worker and reports how long it took."""
         start = time.perf_counter()
         output = self.inner.generate(prompts, rollout_config, **kwargs)
         seconds = time.perf_counter() - start
@@ -62,7 +61,6 @@ class TimedRollout(RolloutWrapper):
         return output
 
     def close(self) -> None:
-        """Ends the engine of a worker that has one."""
         if isinstance(self.inner, SglJaxRollout):
             self.inner.close()
 
@@ -101,7 +99,6 @@ class SeededVanillaRollout(VanillaRollout):
     def generate(
         self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any
     ) -> RolloutOutput:
-        """Generates with a key that no earlier call had."""
         if self._cluster is not None:
             trainer, self._cluster = self._cluster.actor_trainer, None
             for _ in range(restored_state(trainer, _NUM_CALLS) or 0):

@@ -29,20 +29,10 @@ class SampleFile:
 
     Each line is written by one call, so that a process that is killed leaves whole lines. When the
     disk is full, what was written of the last line is taken back, a warning says so, and the run
-    goes on without the file.
-
-    Attributes:
-        first: The first completion of the newest step; None before any.
+    goes on without the file. Lines of steps that a resumed run's checkpoint holds stay.
     """
 
     def __init__(self, path: Path, current_step: Callable[[], int], num_done: int = 0) -> None:
-        """Opens the file, on the thread that will call `train`; its folder is made.
-
-        Args:
-            path: The file.
-            current_step: Returns the number of the step that samples, from 1.
-            num_done: Steps whose lines stay: those of the checkpoint that a run resumes from.
-        """
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.first: Sample | None = None
@@ -83,7 +73,6 @@ class SampleFile:
             self.close()
 
     def close(self) -> None:
-        """Closes the file. Idempotent."""
         if self._file is not None:
             self._file.close()
         self._file = None

@@ -111,7 +111,6 @@ def find_reward_functions(section: TaskSection) -> list[Callable[..., Any]]:
 
 
 def add_code_dir(code_dir: str | None) -> None:
-    """Lets modules be imported from a folder."""
     if code_dir is not None and not Path(code_dir).is_dir():
         raise InvalidConfigError(f"task.code_dir {code_dir} is no folder")
     if code_dir is not None and code_dir not in sys.path:
@@ -141,11 +140,8 @@ def batches(
 ) -> Iterator[dict[str, Any]]:
     """Endless batches for Tunix's learners: an array for each column.
 
-    Args:
-        rows: Rows, each used once per epoch; those that do not fill a batch open the next epoch.
-        batch_size: Rows of a batch.
-        shuffle_seed: Draws the order of each epoch; None keeps it.
-        num_skipped: Rows before the first one, for a learner that skips so many too many.
+    Rows that do not fill a batch open the next epoch. A learner that skips too many rows gets
+    `num_skipped` before the first. Without a seed the order is kept.
     """
     import grain  # imports JAX, which checks of a task do without
 
@@ -159,7 +155,6 @@ def batches(
 
 
 def to_columns(rows: Sequence[Row]) -> dict[str, np.ndarray]:
-    """The columns of rows that reward functions get."""
     names = [name for name in rows[0] if name != "prompts"]
     return {name: to_column([row[name] for row in rows]) for name in names}
 

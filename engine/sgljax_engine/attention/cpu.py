@@ -25,7 +25,6 @@ class NativeAttention:
     def attend(
         self, q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
     ) -> jax.Array:
-        """Implements `Attention`."""
         num_heads, head_dim = q_NQDh.shape[2:]
         out = sgljax_cpu.paged_attention(
             q_NQDh.reshape(-1, num_heads, head_dim).astype("float32"),
@@ -46,7 +45,6 @@ class NativeAttention:
         slots: jax.Array,
         options: AttentionOptions,
     ) -> tuple[jax.Array, LayerKV]:
-        """Implements `Attention`."""
         layer = native_write_kv(layer, new.k, new.v, slots)
         return attend_to_tokens(self, new.q, layer, tables, options), layer
 
@@ -60,7 +58,6 @@ def native_write_kv(
 
 
 def native_problem(target: Target, head_dims: Sequence[int]) -> str | None:
-    """Why the kernels cannot be used; None if they can."""
     problem = target.cpu_kernels_problem()
     if problem is not None:
         return problem  # host_vectors() needs llvmlite, which may be missing

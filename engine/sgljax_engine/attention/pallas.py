@@ -58,13 +58,12 @@ class PallasAttention:
 
     @property
     def takes_projections(self) -> bool:
-        """Where `decode_attention` or the invariant kernels take them."""
         return self.is_fused or self.is_invariant
 
     def attend(
         self, q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
     ) -> jax.Array:
-        """Implements `Attention`; the output is 0 where `kv_lens` is 0."""
+        """The output is 0 where `kv_lens` is 0."""
 
         def call(q: jax.Array, layer: LayerKV, tables: BlockTables) -> jax.Array:
             if self.is_fused and fills_gpu(q.shape, layer.k):
@@ -155,14 +154,12 @@ def _rotated(x: jax.Array, prologue: Prologue, norm: jax.Array | None) -> jax.Ar
 def _rope_and_norms(
     prologue: Prologue,
 ) -> tuple[tuple[jax.Array, jax.Array], HeadNorms | None]:
-    """A prologue as the kernels take it."""
     sin, cos, q_norm, k_norm, eps, offset = prologue
     norms = None if q_norm is None or k_norm is None else HeadNorms(q_norm, k_norm, eps, offset)
     return (sin[:, 0], cos[:, 0]), norms
 
 
 def gpu_problem(target: Target, head_dims: Sequence[int]) -> str | None:
-    """Why the kernel cannot be used; None if it can."""
     if target.platform != "gpu":
         return f"it is for GPUs, the engine's devices are of kind {target.platform!r}"
     odd = [head_dim for head_dim in head_dims if head_dim not in HEAD_DIMS]
@@ -170,13 +167,6 @@ def gpu_problem(target: Target, head_dims: Sequence[int]) -> str | None:
 
 
 def gpu_attention(target: Target, kernels: Kernels, *, interpret: bool = False) -> PallasAttention:
-    """The attention of an engine on GPUs.
-
-    Args:
-        target: What the engine runs on.
-        kernels: Its kernels of all but attention: fused ones come with fused attention.
-        interpret: As of `PallasAttention`; for tests.
-    """
     if target.num_tensor_shards > 1:
         return PallasAttention(mesh=target.mesh, interpret=interpret)
     is_invariant = kernels.is_batch_invariant

@@ -18,17 +18,7 @@ from sgljax_engine.layers.target import Target, require_backend
 def engine_attention(
     name: str, target: Target, head_dims: Sequence[int], kernels: Kernels
 ) -> Attention:
-    """The attention of that name; "auto" picks the fastest one that is tested on the target.
-
-    Args:
-        name: One of `config.ATTENTION_BACKENDS`.
-        target: What the engine runs on.
-        head_dims: Those of the model's layers, see `ModelConfig.head_dims`.
-        kernels: The engine's kernels of all but attention.
-
-    Raises:
-        InvalidConfigError: when the named backend is not available.
-    """
+    """Picks, for "auto", the fastest backend that is tested on the target."""
     if name == "auto":
         name = _fastest(target, head_dims)
     elif name != "xla":

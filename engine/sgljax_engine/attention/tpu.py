@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from sgljax_engine.attention.base import AttentionOptions, BlockTables, NewTokens, in_blocks
-from sgljax_engine.cache.kv_pages import LayerKV, pack_heads
+from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.kernels.tpu.paged_attention import paged_attention
 from sgljax_engine.kernels.tpu.paged_sizes import LANES, Scores
 from sgljax_engine.layers.target import Target, kv_axes
@@ -21,11 +21,7 @@ from sgljax_engine.layers.target import Target, kv_axes
 class TpuAttention:
     """The `Attention` of TPUs, by one kernel.
 
-    Attributes:
-        heads_per_row: See `Attention`.
-        mesh: Axes over which query heads are sharded; None on one device. Kv heads are sharded over
-            those that `kv_axes` says, and copied over the others.
-        interpret: As of `pl.pallas_call`; for tests.
+    Query heads are sharded over the axes of `mesh`, kv heads over those that `kv_axes` says.
     """
 
     name: str = "tpu"
@@ -39,7 +35,7 @@ class TpuAttention:
     def attend(
         self, q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
     ) -> jax.Array:
-        """Implements `Attention`; pages have one head a row."""
+        """Pages have one head a row."""
         return self._call(q_NQDh, None, layer, tables, options)[0]
 
     def write_and_attend(
@@ -50,7 +46,7 @@ class TpuAttention:
         slots: jax.Array,
         options: AttentionOptions,
     ) -> tuple[jax.Array, LayerKV]:
-        """Implements `Attention`. The kernel finds the slots by itself."""
+        """The kernel finds the slots by itself."""
         del slots
         q, k, v = (in_blocks(x, tables) for x in new[:3])
         made = k.astype(layer.k.dtype), v.astype(layer.v.dtype)
@@ -106,14 +102,8 @@ class _Packing(NamedTuple):
     A row of n kv heads is one kv head of n times the head_dim. The queries of each lie in its part
     of the row and are zero elsewhere, so their products with the others' keys are zero; of the
     output only that part counts. The matrix unit is as wide as a row, so this costs it nothing that
-    small heads would not.
-
-    Attributes:
-        per_row: Kv heads in a row.
-        num_rows: Rows, of which the last may lack heads.
-        num_kv_heads: Kv heads.
-        group: Queries of a kv head.
-        head_dim: Of the model.
+    small heads would not. The last of `num_rows` rows may lack heads; `group` is the queries of a
+    kv head.
     """
 
     per_row: int
@@ -136,7 +126,7 @@ class _Packing(NamedTuple):
     def pack(self, q: Any, new: Any, k: Any, v: Any) -> tuple[Any, Any, Any, Any]:
         """Arguments of the kernel. Pages that it writes are packed already."""
         if new is None:
-            k, v = (pack_heads(x, self.per_row, jnp) for x in (k, v))
+            k, v = (pack_heads(x, self.per_row) for x in (k, v))
         else:
             more = ((0, 0), (0, 0), (0, self._num_missing), (0, 0))
             rows = (*new[0].shape[:2], self.num_rows, self.per_row * self.head_dim)
@@ -148,7 +138,6 @@ class _Packing(NamedTuple):
         return jnp.concatenate(parts, axis=-1), new, k, v
 
     def unpack(self, out: Any) -> Any:
-        """The output of the model's heads."""
         first, *others = jnp.split(out, self.per_row, axis=-1)
         for place, part in enumerate(others, start=1):
             first = jnp.where((self._places == place)[:, None], part, first)
@@ -165,8 +154,20 @@ class _Packing(NamedTuple):
         return self.num_rows * self.per_row - self.num_kv_heads
 
 
+def pack_heads(pages: jax.Array, heads_per_row: int) -> jax.Array:
+    """Packs the heads of one device; see `PageLayout`.
+
+    Shape: [N, K, page_size, head_dim] -> [N, ceil(K / n), page_size, n * head_dim].
+    """
+    count, heads, size, dim = pages.shape
+    num_rows = -(-heads // heads_per_row)
+    more = num_rows * heads_per_row - heads
+    padded = jnp.pad(pages, ((0, 0), (0, more), (0, 0), (0, 0)))
+    rows = padded.reshape(count, num_rows, heads_per_row, size, dim).swapaxes(2, 3)
+    return rows.reshape(count, num_rows, size, heads_per_row * dim)
+
+
 def tpu_problem(target: Target, head_dims: Sequence[int]) -> str | None:
-    """Why the kernel cannot be used; None if it can."""
     if target.platform != "tpu":
         return f"it is for TPUs, the engine's devices are of kind {target.platform!r}"
     for head_dim in head_dims:
@@ -180,12 +181,6 @@ def tpu_problem(target: Target, head_dims: Sequence[int]) -> str | None:
 def tpu_attention(
     target: Target, head_dims: Sequence[int], *, interpret: Any = False
 ) -> TpuAttention:
-    """The attention of an engine on TPUs.
-
-    Args:
-        target: What the engine runs on.
-        head_dims: Those of the model's layers, whose heads fill equal parts of the lanes.
-        interpret: As of `pl.pallas_call`; for tests.
-    """
+    """Attention on TPUs for layers whose heads fill equal parts of the lanes."""
     mesh = target.mesh if target.num_tensor_shards > 1 else None
     return TpuAttention(heads_per_row=heads_per_row(head_dims[0]), mesh=mesh, interpret=interpret)

@@ -1,7 +1,4 @@
-"""The attention backend "xla": one loop over the keys, in portable JAX.
-
-Shape legend: that of `attention.base`.
-"""
+"""The attention backend "xla": one loop over the keys. Shape legend: that of `attention.base`."""
 
 from __future__ import annotations
 
@@ -41,7 +38,6 @@ class _Softmax(NamedTuple):
 
     @classmethod
     def start(cls, shape: tuple[int, ...], head_dim: int) -> _Softmax:
-        """The state before any key."""
         return cls(
             peak=jnp.full(shape, MASKED, jnp.float32),
             total=jnp.zeros(shape, jnp.float32),
@@ -156,8 +152,6 @@ def xla_attention(
 
 @dataclasses.dataclass(frozen=True)
 class XlaAttention:
-    """The `Attention` of portable JAX."""
-
     name: str = "xla"
     heads_per_row: int = 1
     takes_projections: bool = False
@@ -166,7 +160,6 @@ class XlaAttention:
     def attend(
         self, q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
     ) -> jax.Array:
-        """Implements `Attention`, by `xla_attention`."""
         return xla_attention(q_NQDh, layer, tables, options)
 
     def write_and_attend(
@@ -177,6 +170,5 @@ class XlaAttention:
         slots: jax.Array,
         options: AttentionOptions,
     ) -> tuple[jax.Array, LayerKV]:
-        """Implements `Attention`."""
         layer = write_kv(layer, new.k, new.v, slots)
         return attend_to_tokens(self, new.q, layer, tables, options), layer

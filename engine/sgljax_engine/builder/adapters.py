@@ -29,7 +29,6 @@ _WITH_SLOTS = (ParamKind.LINEAR, ParamKind.HEAD)
 
 
 def check_adapters(adapters: Mapping[str, Any], lora: LoraConfig) -> None:
-    """Refuses more adapters than there are slots, and names that are none."""
     if len(adapters) > lora.max_loras:
         raise InvalidConfigError(
             f"adapters holds {len(adapters)}, but max_loras is {lora.max_loras}"
@@ -42,17 +41,7 @@ def check_adapters(adapters: Mapping[str, Any], lora: LoraConfig) -> None:
 def adapter_source(
     model: ModelConfig, source: Any, rules: Sequence[WeightRule] | None
 ) -> WeightSource:
-    """An adapter's pairs with their rules.
-
-    Args:
-        model: The model that it changes.
-        source: A pytree, or the path of a PEFT folder.
-        rules: Rules for a pytree; None for a folder, whose weights have Hugging Face's names.
-
-    Raises:
-        WeightLoadError: for a folder that is broken, or no plain LoRA.
-        InvalidRequestError: for a pytree without rules, or a folder with rules.
-    """
+    """An adapter's pairs with their rules: a pytree with rules, or a PEFT folder without."""
     is_folder = isinstance(source, (str, os.PathLike))
     if is_folder != (rules is None):
         raise InvalidRequestError(
@@ -76,7 +65,6 @@ def first_sources(model: ModelConfig, adapters: Mapping[str, Any]) -> dict[str, 
 def adapter_slots(
     lora: LoraConfig, specs: Mapping[str, ParamSpec], placement: Placement
 ) -> AdapterSlots | None:
-    """The room for adapters beside a model's projections; None without."""
     if not lora.max_loras:
         return None
     kinds = LORA_TARGETS[:-1] if lora.lora_targets is None else lora.lora_targets
@@ -110,7 +98,6 @@ def adapter_slots(
 def first_adapters(
     adapters: Mapping[str, WeightSource], slots: AdapterSlots, targets: Mapping[str, TargetSpec]
 ) -> dict[str, jax.Array]:
-    """The slots with the adapters that an engine starts with, in their order."""
     made = empty_slots(slots)
     for slot, source in enumerate(adapters.values()):
         plan, arrays = plan_adapter(source.arrays, source.rules, slots, targets)

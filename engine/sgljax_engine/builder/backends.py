@@ -17,29 +17,18 @@ from sgljax_engine.models.registry import get_model
 
 
 class Backends(NamedTuple):
-    """What an engine computes with.
-
-    Attributes:
-        kernels: Of all but attention.
-        attention: Its attention.
-    """
+    """What an engine computes with; `kernels` are those of all but attention."""
 
     kernels: Kernels
     attention: Attention
 
     @property
     def is_native(self) -> bool:
-        """Whether the kernels are the JIT-compiled CPU kernels."""
         return isinstance(self.kernels, CpuKernels)
 
 
 def engine_backends(config: EngineConfig, model: ModelConfig, target: Target) -> Backends:
-    """Picks them.
-
-    Raises:
-        InvalidConfigError: for a named backend that is not available, and for deterministic
-            sampling where some kernel adds in no fixed order.
-    """
+    """Refuses unavailable backends, and unordered sums where sampling is deterministic."""
     runtime = config.runtime
     kernels = pick_kernels(runtime.linear_backend, target).kernels
     if runtime.enable_deterministic_sampling:

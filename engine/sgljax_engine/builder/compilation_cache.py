@@ -26,11 +26,8 @@ def enable_compilation_cache(folder: str | None) -> None:
     """Turns on JAX's persistent compilation cache for this process.
 
     It then keeps what compiles in 0.1 s, of the host process too, unless that has changed JAX's
-    limit of 1 s. A cache that the process has configured is left as it is.
-
-    Args:
-        folder: Where; "auto" for a folder in the user's cache directory, unless the process has
-            configured one; None to do nothing.
+    limit of 1 s. A cache that the process has configured is left as it is. "auto" is a folder in
+    the user's cache directory.
     """
     configured = getattr(jax.config, "jax_compilation_cache_dir", None)
     if folder is None or (folder == "auto" and configured is not None):

@@ -8,16 +8,12 @@ from sgljax_engine.processing.home import check_not_ending
 
 
 class EndableProgress:
-    """A listener of progress that passes it on, and fails the task when it is to end.
+    """A listener of progress that passes it on, and fails the task when it is to end. Any thread.
 
-    A task reports after each tensor and each program: one that is in work is finished. Any thread.
-
-    Attributes:
-        listener: The user's, if there is one.
+    A task reports after each tensor and each program: one that is in work is finished.
     """
 
     def __init__(self, listener: ProgressListener | None) -> None:
-        """Passes progress on to a user's listener, if there is one."""
         self.listener = listener
         self._reason: str | None = None
 
@@ -26,24 +22,20 @@ class EndableProgress:
         self._reason = reason
 
     def started(self, task: str, total: int, unit: str) -> None:
-        """A task begins."""
         self._check()
         if self.listener is not None:
             self.listener.started(task, total, unit)
 
     def advanced(self, task: str, count: int) -> None:
-        """More units are done."""
         self._check()
         if self.listener is not None:
             self.listener.advanced(task, count)
 
     def finished(self, task: str) -> None:
-        """The task is over."""
         if self.listener is not None:
             self.listener.finished(task)
 
     def _check(self) -> None:
-        """Raises EngineShutdownError when nobody waits any more."""
         check_not_ending()
         if self._reason is not None:
             raise EngineShutdownError(self._reason)

@@ -59,12 +59,8 @@ def start_on_clean_thread(
 ) -> tuple[EngineGroup, Limits]:
     """Builds and starts on a thread of its own, free of the caller's thread-local JAX contexts.
 
-    A mesh or a transfer guard that the caller has set (as Tunix does while it syncs weights)
-    would otherwise apply to the engine's own arrays.
-
-    Args:
-        build: Builds the parts.
-        progress: What `build` reports to. After an interrupt it ends the building.
+    A mesh or a transfer guard that the caller has set (as Tunix does while it syncs weights) would
+    otherwise apply to the engine's own arrays. An interrupt ends the building by `progress`.
     """
     future: Future[tuple[EngineGroup, Limits]] = Future()
     thread = threading.Thread(
@@ -112,7 +108,6 @@ def build_group(
     mesh: jax.sharding.Mesh | None,
     progress: EndableProgress,
 ) -> tuple[BuiltGroup, Limits]:
-    """Checks the configuration, takes memory, transforms the weights."""
     max_model_len = pick_max_model_len(model, config)
     check_experts(model, config)
     enable_compilation_cache(config.runtime.compilation_cache_dir)
@@ -171,18 +166,8 @@ def build_shapes(
 ) -> tuple[ModelRunner, MemoryReport]:
     """One engine of a group without its arrays, whose programs can be lowered but not run.
 
-    Its devices may be those of `jax.experimental.topologies`, which nobody has.
-
-    Args:
-        model: As for `build_group`.
-        config: As for `build_group`.
-        dtype: As for `build_group`.
-        mesh: As for `build_group`.
-        device_bytes: Memory of one device with nothing in it, for devices that nobody has. None
-            asks the devices.
-
-    Raises:
-        InvalidConfigError: when the configuration does not fit; says what would fit.
+    Its devices may be those of `jax.experimental.topologies`, which nobody has; `device_bytes` is
+    then the memory of one with nothing in it.
     """
     max_model_len = pick_max_model_len(model, config)
     check_experts(model, config)
@@ -212,7 +197,6 @@ def build_shapes(
 
 
 def pick_max_model_len(model: ModelConfig, config: EngineConfig) -> int:
-    """The length asked for, which the model must have room for, else the model's own."""
     asked = config.max_model_len
     if asked is not None and asked > model.context_length:
         raise InvalidConfigError(
@@ -288,7 +272,6 @@ def _build_core(
 
 
 def _make_drafters(config: SpeculationConfig) -> dict[str, Drafter]:
-    """Drafters that have references, for all engines of a group."""
     drafters: dict[str, Drafter] = {}
     if config.speculation != "off":
         if "history" in config.speculative_drafters:
@@ -301,7 +284,6 @@ def _make_drafters(config: SpeculationConfig) -> dict[str, Drafter]:
 def _make_speculator(
     config: SpeculationConfig, drafters: Mapping[str, Drafter], parts: EngineParts
 ) -> Speculator | None:
-    """The speculator of one engine; None without speculation or a batch small enough for it."""
     sizes = {size: parts.static.row_tokens(size) for size in parts.shapes.batch_buckets}
     sizes = {size: row_tokens for size, row_tokens in sizes.items() if len(row_tokens) > 1}
     return Speculator(config, drafters, sizes) if sizes else None

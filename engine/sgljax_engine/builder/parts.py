@@ -38,14 +38,7 @@ from sgljax_engine.weights.adapters import AdapterSlots
 
 
 class EngineParts(NamedTuple):
-    """What the engines of a group have in common.
-
-    Attributes:
-        static: What programs are compiled for.
-        memory: Of one engine.
-        shapes: Sizes of the batches.
-        lowerings: Programs of several engines.
-    """
+    """What the engines of a group have in common; `memory` is that of one engine."""
 
     static: ProgramContext
     memory: MemoryPlan
@@ -54,7 +47,6 @@ class EngineParts(NamedTuple):
 
     @property
     def num_pages(self) -> int:
-        """Pages of one engine."""
         return self.memory.report.kv_tokens // self.static.page_size
 
 
@@ -72,19 +64,7 @@ def plan_parts(
 ) -> EngineParts:
     """Plans one engine; of several on equal devices, for all.
 
-    Args:
-        model: The model.
-        config: Of one engine, see `EngineConfig.per_engine`.
-        max_model_len: Maximum number of tokens of a sequence.
-        placement: Of the engine.
-        weights: Its arrays, or their shapes.
-        slots: Room for adapters; None without.
-        num_engines: Engines of the group.
-        are_loaded: As for `plan_memory`.
-        device_bytes: As for `plan_memory`.
-
-    Raises:
-        InvalidConfigError: when the configuration does not fit; says what would fit.
+    `config` is that of one engine; `weights` are its arrays, or their shapes.
     """
     page_size = config.cache.page_size
     definition = get_model(model.architecture)
@@ -145,15 +125,7 @@ def build_runner(
     slots: AdapterSlots | None,
     make_zeros: MakeZeros,
 ) -> ModelRunner:
-    """Makes an engine's runner.
-
-    Args:
-        parts: Of the engine.
-        placement: Of the engine.
-        weights: Its arrays, or their shapes.
-        slots: Room for adapters; None without.
-        make_zeros: Makes the KV cache, or its shapes.
-    """
+    """`weights` are arrays or their shapes; `make_zeros` makes the KV cache likewise."""
     windows = parts.memory.windows
     return ModelRunner(
         static=parts.static,

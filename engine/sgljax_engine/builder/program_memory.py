@@ -30,15 +30,8 @@ def program_bytes(
     """Bytes of one device that the program which needs most takes beside its arguments.
 
     Compiles the largest decode and prefill programs. The number is kept beside the compiled
-    programs, so that the next engine of the same configuration need not.
-
-    Args:
-        runner: A runner without arrays, see `build_shapes`.
-        facts: All that the number depends on, beside the versions of JAX: of JSON's types.
-        cache_folder: As of `enable_compilation_cache`.
-
-    Returns:
-        The number; None if a program does not fit, whatever the KV cache is.
+    programs, so that the next engine of the same configuration need not. It depends on `facts`, of
+    JSON's types. None if a program does not fit, whatever the KV cache is.
     """
     path = _path(facts, cache_folder)
     if path is not None and path.exists():

@@ -77,9 +77,6 @@ def pick_dtype(config: EngineConfig, folder: str | Path | None) -> str:
 
     A folder's dtype is what transformers' dtype="auto" takes: what config.json names outside of
     text_config, else that of the first weight. A folder without weights has that of text_config.
-
-    Raises:
-        InvalidConfigError: for a dtype that the engine does not have.
     """
     if config.runtime.dtype is not None:
         return config.runtime.dtype
@@ -109,7 +106,6 @@ def pick_weights(
     load_format: str,
     progress: ProgressListener | None,
 ) -> WeightSource:
-    """The first weights: given ones, random ones, or the folder's."""
     if weights is not None:
         return hf_source(model, weights, rules)
     if load_format == "dummy" or folder is None:
@@ -154,10 +150,8 @@ def same_model_weights(
 ) -> WeightSource:
     """`folder_weights` of a folder that must describe the same model.
 
-    Raises:
-        WeightLoadError: for a folder that is not there, has no config.json, or one that differs in
-            more than its end-of-sequence ids and context length. A folder with one table for
-            embeddings and output projection fills both of an engine's that has two.
+    It may differ in its end-of-sequence ids and context length. A folder with one table for
+    embeddings and output projection fills both of an engine's that has two.
     """
     if not Path(folder).is_dir():
         if Path(folder).exists():
@@ -188,7 +182,6 @@ def same_model_weights(
 
 
 def dummy_weights(model: ModelConfig, seed: int) -> WeightSource:
-    """Random weights."""
     specs = get_model(model.architecture).param_specs(model)
     shapes = {name: spec.shape for name, spec in specs.items()}
     fills = {name: _FILLS[spec.kind] for name, spec in specs.items() if spec.kind in _FILLS}

@@ -16,12 +16,6 @@ class PageAllocator:
     def __init__(
         self, num_pages: int, on_free: Callable[[Sequence[int]], None] | None = None
     ) -> None:
-        """Starts with pages 0 .. num_pages - 1 free.
-
-        Args:
-            num_pages: Number of pages.
-            on_free: Called with freed pages.
-        """
         self.num_pages = num_pages
         self._on_free = on_free
         self.start_over()
@@ -33,17 +27,14 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages that can be allocated now."""
         return len(self._free)
 
     @property
     def num_used(self) -> int:
-        """Pages that are allocated now."""
         return self.num_pages - len(self._free)
 
     @property
     def used(self) -> list[int]:
-        """Pages that are allocated now, ascending."""
         return [page for page, is_used in enumerate(self._is_used) if is_used]
 
     def allocate(self, count: int) -> list[int]:
@@ -59,7 +50,6 @@ class PageAllocator:
         return pages
 
     def free(self, pages: Sequence[int]) -> None:
-        """Frees pages; raises EngineError for a page that is not in use."""
         for page in reversed(pages):
             if not 0 <= page < self.num_pages or not self._is_used[page]:
                 raise EngineError(f"KV page {page} freed but it is not in use")
@@ -69,7 +59,6 @@ class PageAllocator:
             self._on_free(pages)
 
     def check_integrity(self) -> None:
-        """Raises EngineError unless free and used pages add up to the pool."""
         if len(set(self._free)) != len(self._free):
             raise EngineError("a KV page is free twice")
         if sum(self._is_used) + len(self._free) != self.num_pages:

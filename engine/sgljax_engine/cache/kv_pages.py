@@ -11,7 +11,7 @@ exists once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,6 @@ class LayerKV(NamedTuple):
 
     @property
     def page_size(self) -> int:
-        """Tokens in a page."""
         return self.k.shape[2]
 
 
@@ -46,12 +45,6 @@ class PageLayout(NamedTuple):
     Pages are [num_pages, num_rows, page_size, row_size]. With one head a row, these are the heads.
     With several, a row holds neighbouring heads of one device, one after another; the rest of a
     device's last row is zero.
-
-    Attributes:
-        num_kv_heads: Kv heads of the model.
-        head_dim: Head dim of the model.
-        heads_per_row: Heads that share a row.
-        num_shards: Number of devices that share the heads, each with the same number.
     """
 
     num_kv_heads: int
@@ -66,40 +59,7 @@ class PageLayout(NamedTuple):
 
     @property
     def row_size(self) -> int:
-        """Numbers in a row."""
         return self.heads_per_row * self.head_dim
-
-    def pack(self, pages: np.ndarray) -> np.ndarray:
-        """[N, num_kv_heads, page_size, head_dim] as [N, num_rows, page_size, row_size]."""
-        if self.heads_per_row == 1:
-            return pages
-        count, heads, size, dim = pages.shape
-        shards = pages.reshape(count * self.num_shards, heads // self.num_shards, size, dim)
-        rows = pack_heads(shards, self.heads_per_row, np)
-        return rows.reshape(count, self.num_rows, size, self.row_size)
-
-    def unpack(self, pages: np.ndarray) -> np.ndarray:
-        """[N, num_rows, page_size, row_size] as [N, num_kv_heads, page_size, head_dim]."""
-        if self.heads_per_row == 1:
-            return pages
-        count, _, size, _ = pages.shape
-        parts = pages.reshape(count, self.num_shards, -1, size, self.heads_per_row, self.head_dim)
-        heads = parts.swapaxes(3, 4).reshape(count, self.num_shards, -1, size, self.head_dim)
-        used = heads[:, :, : self.num_kv_heads // self.num_shards]
-        return used.reshape(count, self.num_kv_heads, size, self.head_dim)
-
-
-def pack_heads(pages: Any, heads_per_row: int, numpy: Any) -> Any:
-    """Packs the heads of one device, by numpy or jax.numpy; see `PageLayout`.
-
-    Shape: [N, K, page_size, head_dim] -> [N, ceil(K / n), page_size, n * head_dim].
-    """
-    count, heads, size, dim = pages.shape
-    num_rows = -(-heads // heads_per_row)
-    more = num_rows * heads_per_row - heads
-    padded = numpy.pad(pages, ((0, 0), (0, more), (0, 0), (0, 0)))
-    rows = padded.reshape(count, num_rows, heads_per_row, size, dim).swapaxes(2, 3)
-    return rows.reshape(count, num_rows, size, heads_per_row * dim)
 
 
 class KVPages(NamedTuple):

@@ -45,7 +45,6 @@ class VerifyState(NamedTuple):
 
 
 def state_shapes(net: LinearAttentionConfig, num_slots: int) -> tuple[tuple[int, ...], ...]:
-    """Shapes of a `LayerState`."""
     return (
         (num_slots, net.conv_size - 1, net.num_channels),
         (num_slots, net.num_value_heads, net.key_dim, net.value_dim),
@@ -106,20 +105,20 @@ def verify_state(
     return VerifyState(state, window, rates, terms)
 
 
-def take_states(
+def gather_states(
     states: tuple[LayerState, ...], slots: jax.Array, positions: jax.Array
 ) -> tuple[LayerState, ...]:
     """The states of rows [B], from their slots; zeros for rows at the first position."""
 
-    def take(x: jax.Array) -> jax.Array:
+    def gather(x: jax.Array) -> jax.Array:
         found = jnp.take(x, slots, axis=0, mode="clip")
         is_first = (positions == 0).reshape(-1, *(1,) * (x.ndim - 1))
         return jnp.where(is_first, 0.0, found)
 
-    return jax.tree.map(take, states)
+    return jax.tree.map(gather, states)
 
 
-def put_states(
+def scatter_states(
     states: tuple[LayerState, ...], rows: tuple[LayerState, ...], slots: jax.Array
 ) -> tuple[LayerState, ...]:
     """Writes the states of rows to their slots; drops those of slots beyond the pool."""

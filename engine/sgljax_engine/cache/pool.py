@@ -38,15 +38,6 @@ class PagePool:
         windows: WindowPages | None = None,
         states: StateSlots | None = None,
     ) -> None:
-        """Starts with every page free.
-
-        Args:
-            allocator: The pages; this pool is its only user.
-            page_size: Tokens in a page.
-            is_sharing: False keeps the prefix cache empty.
-            windows: The window pages, told by the allocator of freed pages; None without.
-            states: The slots of recurrent states; None without.
-        """
         self.page_size = page_size
         self.is_sharing = is_sharing
         self.windows = windows
@@ -73,7 +64,6 @@ class PagePool:
 
     @property
     def num_pages(self) -> int:
-        """Number of pages in the pool."""
         return self._allocator.num_pages
 
     @property
@@ -97,7 +87,6 @@ class PagePool:
         return self._allocator.used
 
     def pages_for(self, num_tokens: int) -> int:
-        """Number of pages that `num_tokens` tokens need."""
         return -(-num_tokens // self.page_size)
 
     # ------------------------------------------------------------------ one request
@@ -229,17 +218,9 @@ class PagePool:
     ) -> list[PageCopy]:
         """Lets other requests use the first `num_tokens` tokens of a running one.
 
-        These tokens are computed, or will be in the dispatch that is being planned.
-
-        Args:
-            request: The running request.
-            num_tokens: How many of its first tokens.
-            with_tail: Whether a partial last page is shared too, and a state kept. The request then
-                continues in a copy of that page.
-            is_awaited: Whether another request waits for all of it.
-
-        Returns:
-            The copies that the device must make after its prefill.
+        These tokens are computed, or will be in the dispatch that is being planned. With a tail, a
+        partial last page is shared too and a state kept; the request then continues in a copy of
+        that page. Returns the copies that the device must make after its prefill.
         """
         handle = self._handles[request.rid]
         if not self.is_sharing or not self._cache.is_current(handle):
@@ -359,12 +340,9 @@ class PagePool:
         return tail, tail.last_page
 
     def reset_cache(self, adapter: int | None = None) -> int:
-        """Empties the prefix cache for good. Returns the number of pages freed.
+        """Empties the prefix cache (of one adapter's slot); returns the number of pages freed.
 
         Running requests keep the pages that they share until they end.
-
-        Args:
-            adapter: Slot of an adapter, to drop only its prefixes; None drops all.
         """
         self.settle()
         if self.states is not None:
@@ -374,7 +352,6 @@ class PagePool:
         return self._cache.reset_space(adapter - NO_ADAPTER)
 
     def settle(self) -> None:
-        """Releases the sources of requested copies, once the copies are dispatched."""
         for handle in self._copied:
             if self.windows is not None and handle.tail is not None:
                 self.windows.let_go([handle.tail.page], keep=True)
@@ -437,7 +414,6 @@ class PagePool:
     # ------------------------------------------------------------------ integrity
 
     def check_integrity(self, running: list[Request]) -> None:
-        """Raises EngineError unless free, own and cached pages are disjoint and form the pool."""
         self._allocator.check_integrity()
         self._cache.check_integrity()
         if self.windows is not None:

@@ -42,16 +42,9 @@ _GONE = -2
 class PrefixHandle(NamedTuple):
     """A cached prefix in use: none of its pages is evicted before the handle is released.
 
-    The result of `RadixCache.find` is in use once it is held.
-
-    Attributes:
-        root: Root of its tree.
-        node: Node of its last full page; the root for an empty prefix.
-        num_pages: Number of its full pages.
-        tail: Node of the next page, if it holds all remaining tokens, or is that of `state`; else
-            None.
-        state: The part of the prefix behind which a model with recurrent states continues. None
-            for other models, and where it begins with the first token.
+    The result of `RadixCache.find` is in use once it is held. `node` is that of the last full page;
+    `tail` is that of the next, if it holds all remaining tokens or is that of `state`, the part
+    behind which a model with recurrent states continues.
     """
 
     root: _Node
@@ -91,10 +84,9 @@ def _path(handle: PrefixHandle) -> Iterator[_Node]:
 
 
 class RadixCache:
-    """Cached prefixes, and the allocator of their pages. Engine thread only."""
+    """Cached prefixes, and the allocator of their pages, for it alone. Engine thread only."""
 
     def __init__(self, allocator: PageAllocator, page_size: int) -> None:
-        """Starts empty; every allocation from the pool must go through this object."""
         self._allocator = allocator
         self._page_size = page_size
         self._roots: dict[int, _Node] = {}
@@ -112,26 +104,11 @@ class RadixCache:
         return self._allocator.num_free + self.num_evictable
 
     def allocate(self, count: int) -> list[int]:
-        """Allocates pages, and evicts the least recently used ones if needed.
-
-        Raises EngineError and evicts nothing if there are too few.
-        """
+        """Evicts the least recently used pages if needed; EngineError if that is not enough."""
         if count <= self.num_available:
             while self._allocator.num_free < count:
                 self._evict()
         return self._allocator.allocate(count)
-
-    def acquire(self, tokens: Sequence[int], space: int = 0) -> PrefixHandle:
-        """Finds the longest cached prefix, and holds it.
-
-        Args:
-            tokens: Tokens of the prefix.
-            space: Namespace of the prefix. Spaces share nothing: equal tokens have different keys
-                and values in them.
-        """
-        handle = self.find(lambda start, end: tokens[start:end], len(tokens), space)
-        self.hold(handle)
-        return handle
 
     def find(
         self,
@@ -142,14 +119,9 @@ class RadixCache:
     ) -> PrefixHandle:
         """The longest cached prefix in whole pages, with a tail if the cache has all tokens.
 
-        The result is not held: until `hold`, any other call may evict it.
-
-        Args:
-            tokens: Function (start, end) -> tokens of the prefix.
-            num_tokens: Number of these tokens.
-            space: As for `acquire`.
-            known: An earlier result for the first of these tokens. Only what the cache has gained
-                or lost since then takes time.
+        The result is not held: until `hold`, any other call may evict it. `tokens` gives those from
+        a start to an end. `known` is an earlier result for the first of them: then only what the
+        cache has gained or lost since takes time.
         """
         size = self._page_size
         root = self._root(space)
@@ -186,14 +158,8 @@ class RadixCache:
     ) -> PrefixHandle:
         """A prefix that was just found, with the longest part of it whose state is known.
 
-        Its tail is left out unless that is this part's end.
-
-        Args:
-            handle: What `find` returned.
-            tokens: As for `find`.
-            num_tokens: As for `find`.
-            is_known: Function (last page, whether the part has all tokens) -> whether its state is.
-            with_tail: Whether prefix or part may have a tail: a page beside those of the request.
+        Its tail is left out unless that is this part's end. `is_known` gets the last page, and
+        whether the part has all tokens.
         """
         size, node, count = self._page_size, handle.node, handle.num_pages
         if with_tail and handle.tail is not None and is_known(handle.tail.page, True):
@@ -219,7 +185,6 @@ class RadixCache:
             node, count = node.parent, count - 1
 
     def hold(self, handle: PrefixHandle) -> None:
-        """Holds a prefix that was just found."""
         for node in _path(handle):
             self._hold(node)
         if handle.tail is not None:
@@ -242,14 +207,10 @@ class RadixCache:
     def extend(
         self, handle: PrefixHandle, tokens: Sequence[int], pages: Sequence[int], *, merge: bool
     ) -> PrefixHandle:
-        """Appends pages to a handle's prefix; returns the longer handle.
+        """Appends full pages to a current handle without a tail, which this call consumes.
 
-        Args:
-            handle: A current handle without a tail; this call consumes it.
-            tokens: A full page of tokens for each of `pages`, following the handle's tokens.
-            pages: The pages; the cache owns them from now on.
-            merge: If the cache has a page already, True frees the given page and uses the cache's;
-                False stops there.
+        The cache owns the pages from now on. If it has a page already, `merge` frees the given page
+        and uses the cache's; else the prefix ends there.
         """
         size, node, num_pages = self._page_size, handle.node, handle.num_pages
         for i, page in enumerate(pages):
@@ -287,13 +248,11 @@ class RadixCache:
         return handle
 
     def hold_again(self, handle: PrefixHandle) -> PrefixHandle:
-        """A second handle for the full pages of a handle."""
         for node in _path(handle):
             self._hold(node)
         return handle._replace(tail=None)
 
     def release(self, handle: PrefixHandle) -> None:
-        """Ends the use of a prefix. Frees its pages if the cache was reset meanwhile."""
         if handle.tail is not None:
             self._let_go(handle.tail, handle.root)
         for node in _path(handle):
@@ -379,7 +338,6 @@ class RadixCache:
             stack.extend((tokens, child) for child in node.children.values())
 
     def check_integrity(self) -> None:
-        """Raises EngineError if tree, reference counts and eviction order are inconsistent."""
         seen: set[_Node] = set()
         stack = list(self._roots.values())
         while stack:

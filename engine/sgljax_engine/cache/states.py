@@ -30,14 +30,7 @@ _SLOTS_PER_TRIAL = 8
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Kept:
-    """A kept state.
-
-    Attributes:
-        slot: Where it is.
-        ends_request: Whether it was the last one of a request.
-        on_trial: Whether it was kept for prompts that may come, and none has come.
-        num_uses: Requests that went on from it.
-    """
+    """A kept state; one on trial was kept for prompts that may come, and none has come."""
 
     slot: int
     ends_request: bool = False
@@ -46,14 +39,7 @@ class _Kept:
 
 
 class StateSlots:
-    """The slots, which requests have one, and which are kept."""
-
     def __init__(self, num_slots: int) -> None:
-        """Starts with every slot free.
-
-        Args:
-            num_slots: Slots of the pool.
-        """
         self._allocator = PageAllocator(num_slots)
         self._most_trials = max(1, num_slots // _SLOTS_PER_TRIAL)
         self._forget_all()
@@ -71,7 +57,6 @@ class StateSlots:
 
     @property
     def num_slots(self) -> int:
-        """Slots of the pool."""
         return self._allocator.num_pages
 
     @property
@@ -81,7 +66,6 @@ class StateSlots:
 
     @property
     def num_kept(self) -> int:
-        """Slots that the prefix cache has."""
         return len(self._kept)
 
     @property
@@ -91,30 +75,18 @@ class StateSlots:
 
     @property
     def used(self) -> list[int]:
-        """Slots whose contents may be read, ascending."""
         return self._allocator.used
 
     def is_kept(self, page: int, *, also_fresh: bool) -> bool:
-        """Whether the state after a prefix that ends in this page is kept.
-
-        Args:
-            page: The page.
-            also_fresh: Whether one will do that the planned prefill is to compute.
-        """
+        """Whether the state after a prefix that ends in this page is kept, or will be."""
         return page in self._kept and (also_fresh or page not in self._fresh)
 
     # ------------------------------------------------------------------ requests
 
     def start(self, request: Request, page: int | None, *, is_late: bool) -> None:
-        """Gives a request a slot.
+        """Gives a request a slot, with a copy of the state kept for `page`.
 
-        Args:
-            request: The request.
-            page: Where its kept state is found; None if it begins with its first token.
-            is_late: Whether its state is not needed before the decode: it has nothing to prefill.
-
-        Raises:
-            EngineError: when no slot is available.
+        `is_late`: its state is not needed before the decode, since it has nothing to prefill.
         """
         if page is None:
             request.state_slot = self._allocate()
@@ -128,18 +100,13 @@ class StateSlots:
             request.state_slot = self._allocate()
             self._sources[request.rid] = page, kept
             source = self._fresh.get(page, kept.slot)
-            self._copies.of(is_late=is_late).append(StateCopy(source, request.state_slot))
+            self._copies.at(is_late=is_late).append(StateCopy(source, request.state_slot))
         else:  # the only slot there is
             self._held.remove(page)
             request.state_slot = self._kept.pop(page).slot
 
     def release(self, request: Request, page: int | None) -> None:
-        """Takes the slot of a request, and keeps it if its state is of use.
-
-        Args:
-            request: The request.
-            page: The last page of the prefix that the request computed; None to free the slot.
-        """
+        """Takes the slot of a request, and keeps it for its prefix's last page if it is of use."""
         slot, request.state_slot = request.state_slot, NO_STATE
         source = self._sources.pop(request.rid, None)
         if page is None or page in self._kept:
@@ -154,13 +121,7 @@ class StateSlots:
         return self._kept.get(page) is kept and kept.ends_request and kept.num_uses == 1
 
     def keep(self, request: Request, page: int, *, on_trial: bool) -> None:
-        """Keeps a copy of the state that a request has after its planned prefill, if there is room.
-
-        Args:
-            request: The request.
-            page: The last page of the prefix that it computes.
-            on_trial: Whether no other request waits for it.
-        """
+        """Keeps a copy of the state that the planned prefill computes, if there is room."""
         has_room = self.has_room_on_trial if on_trial else self.num_available
         if page in self._kept or not has_room:
             return
@@ -184,7 +145,6 @@ class StateSlots:
         return [page for page, kept in self._kept.items() if kept.on_trial]
 
     def _allocate(self, most_trials: int | None = None) -> int:
-        """A free slot, else that of a kept state: on trial, if there are more than so many."""
         if not self._allocator.num_free and self.num_available:
             trials = self._trials()
             most_trials = self._most_trials if most_trials is None else most_trials
@@ -201,12 +161,10 @@ class StateSlots:
         return copies
 
     def settle(self) -> None:
-        """Notes that the copies are dispatched."""
         self._held.clear()
         self._fresh.clear()
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Frees the kept states of freed pages."""
         for page in pages:
             if page in self._kept:
                 if page in self._held:
@@ -218,12 +176,10 @@ class StateSlots:
         self.forget(list(self._kept))
 
     def start_over(self) -> None:
-        """Frees every slot."""
         self._allocator.start_over()
         self._forget_all()
 
     def check_integrity(self, running: Iterable[Request]) -> None:
-        """Raises EngineError unless requests and kept states have all used slots, one each."""
         self._allocator.check_integrity()
         kept = (kept.slot for kept in self._kept.values())
         owned = sorted([*(request.state_slot for request in running), *kept])

@@ -27,7 +27,6 @@ from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.errors import EngineError
 
 NONE = -1
-"""Stands for the window page of a page that has none."""
 
 NUM_NULL = 1
 """Window pages that belong to nobody: the first one. vLLM calls it the null block."""
@@ -36,11 +35,9 @@ NUM_NULL = 1
 class WindowSizes(NamedTuple):
     """Sizes of the second pool, in pages unless said.
 
-    Attributes:
-        num_pages: Pages of the pool, without the null page; at least `per_request + for_prefill`.
-        num_tokens: Tokens that a query sees, including its own.
-        per_request: Most pages that a running request needs beside the chunk that it prefills.
-        for_prefill: Most pages that the chunks of a dispatch need.
+    `num_pages` is without the null page. `per_request` are those that a running request needs
+    beside the chunk that it prefills, `for_prefill` those of a dispatch's chunks. A query sees
+    `num_tokens`.
     """
 
     num_pages: int
@@ -50,22 +47,10 @@ class WindowSizes(NamedTuple):
 
 
 class WindowPages:
-    """The second pool, and the window page of each page. Engine thread only.
-
-    Attributes:
-        of: int32 [num_pages], the window page of each page, or `NONE`. Batches read it.
-        sizes: Sizes of the pool.
-    """
+    """The second pool; `by_page` is the window page of each page or `NONE`. Engine thread only."""
 
     def __init__(self, num_pages: int, sizes: WindowSizes, page_size: int) -> None:
-        """Starts with every window page free.
-
-        Args:
-            num_pages: Pages of the first pool.
-            sizes: Sizes of the second pool.
-            page_size: Tokens in a page of either.
-        """
-        self.of = np.empty(num_pages, np.int32)
+        self.by_page = np.empty(num_pages, np.int32)
         self.sizes = sizes
         self._page_size = page_size
         self._allocator = PageAllocator(sizes.num_pages)
@@ -74,8 +59,7 @@ class WindowPages:
         self.start_over()
 
     def start_over(self) -> None:
-        """Frees every window page, held or not."""
-        self.of[:] = NONE
+        self.by_page[:] = NONE
         self._num_holders[:] = 0
         self._idle.clear()
         self._allocator.start_over()
@@ -97,7 +81,7 @@ class WindowPages:
     def usable(self, pages: Sequence[int]) -> int:
         """The largest number of a prefix's first pages after which a request can continue."""
         counts = np.arange(1, len(pages) + 1)
-        has_none = self.of[np.asarray(pages, np.int64)] == NONE
+        has_none = self.by_page[np.asarray(pages, np.int64)] == NONE
         runs = counts - np.maximum.accumulate(np.where(has_none, counts, 0))
         last = np.maximum(counts * self._page_size - self.sizes.num_tokens + 1, 0)
         is_enough = runs >= counts - last // self._page_size
@@ -106,23 +90,22 @@ class WindowPages:
     def is_usable(self, pages: Sequence[int], num_tokens: int) -> bool:
         """Whether a request can continue after tokens that end in the last of these pages."""
         needed = pages[self.first_needed(num_tokens) :]
-        return all(self.of[page] != NONE for page in needed)
+        return all(self.by_page[page] != NONE for page in needed)
 
     def attach(self, page: int) -> None:
         """Holds the window page of a page; allocates one if it has none.
 
         Raises EngineError if all are held, which admission rules out: see `PagePool.window_room`.
         """
-        if self.of[page] == NONE:
+        if self.by_page[page] == NONE:
             if not self._allocator.num_free and self._idle:
                 self._detach(next(iter(self._idle)))
-            self.of[page] = NUM_NULL + self._allocator.allocate(1)[0]
+            self.by_page[page] = NUM_NULL + self._allocator.allocate(1)[0]
             self._idle[page] = None
         self.hold(page)
 
     def hold(self, page: int) -> None:
-        """Holds the window page of a page that has one."""
-        assert self.of[page] != NONE, page
+        assert self.by_page[page] != NONE, page
         self._idle.pop(page, None)
         self._num_holders[page] += 1
 
@@ -137,25 +120,19 @@ class WindowPages:
                     self._detach(page)
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Frees the window pages of freed pages."""
         for page in pages:
-            if self.of[page] != NONE:
+            if self.by_page[page] != NONE:
                 if self._num_holders[page]:
                     raise EngineError(f"KV page {page} is freed, but its window page is needed")
                 self._detach(page)
 
     def _detach(self, page: int) -> None:
-        """Frees an idle window page."""
         del self._idle[page]
-        self._allocator.free([int(self.of[page]) - NUM_NULL])
-        self.of[page] = NONE
+        self._allocator.free([int(self.by_page[page]) - NUM_NULL])
+        self.by_page[page] = NONE
 
     def check_integrity(self, spans: Iterable[Sequence[int]]) -> None:
-        """Raises EngineError unless pages and holders add up.
-
-        Args:
-            spans: For each holder, the pages whose window pages it holds.
-        """
+        """Raises EngineError unless pages and holders add up; a span is a holder's pages."""
         self._allocator.check_integrity()
         holders = np.zeros_like(self._num_holders)
         for pages in spans:
@@ -166,8 +143,8 @@ class WindowPages:
                 f"{holders[page]} requests need the window page of {page}, "
                 f"{self._num_holders[page]} are counted"
             )
-        attached = np.flatnonzero(self.of != NONE)
-        if sorted((self.of[attached] - NUM_NULL).tolist()) != self._allocator.used:
+        attached = np.flatnonzero(self.by_page != NONE)
+        if sorted((self.by_page[attached] - NUM_NULL).tolist()) != self._allocator.used:
             raise EngineError("a window page is in use without a page, or by two")
         idle = {int(page) for page in attached if not holders[page]}
         if idle != set(self._idle) or (holders > 0).sum() != len(attached) - len(idle):

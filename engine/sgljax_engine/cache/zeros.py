@@ -14,14 +14,12 @@ MakeZeros = Callable[[tuple[int, ...], jnp.dtype, jax.sharding.Sharding], Any]
 
 
 def zeros(shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
-    """An array of zeros, allocated on its devices."""
     return _zeros_program(shape, dtype, sharding)()
 
 
 def shape_of_zeros(
     shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.Sharding
 ) -> jax.ShapeDtypeStruct:
-    """The shape of `zeros`, to compile a program for."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 

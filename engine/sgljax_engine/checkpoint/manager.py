@@ -1,5 +1,3 @@
-"""Keeps the newest checkpoint of an engine in a folder."""
-
 from __future__ import annotations
 
 import contextlib
@@ -37,14 +35,6 @@ _OWN_FILE = re.compile(r"(?:requests\.json|arrays-[0-9a-f]{16}\.safetensors)(?:\
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
-    """Facts about a save.
-
-    Attributes:
-        num_requests: Requests in the checkpoint.
-        num_bytes: Bytes written.
-        seconds: Seconds that it took.
-    """
-
     num_requests: int
     num_bytes: int
     seconds: float
@@ -127,11 +117,7 @@ class CheckpointManager:
             _sync_folder(self._path.parent)
 
     def _named_arrays(self) -> str | None:
-        """The safetensors file of the checkpoint that a save replaces, if that can be read.
-
-        Raises:
-            CheckpointError: it is not this version's to replace.
-        """
+        """The safetensors file of the checkpoint that a save replaces, if that can be read."""
         if not self.has_checkpoint():
             return None
         path = self._path / REQUESTS_NAME
@@ -222,7 +208,6 @@ class CheckpointManager:
 
 
 def _check_format(tree: Any, path: Path) -> None:
-    """Raises CheckpointError for files of another version or program."""
     if not isinstance(tree, dict) or tree.get("format") != _FORMAT:
         raise CheckpointError(f"{path} is not of an engine's checkpoint")
     check_version(tree.get("version"), str(path))
@@ -275,9 +260,6 @@ def _locked(folder: Path) -> Iterator[None]:
 
     A file is locked, since network file systems lock only what is open for writing. It stays: two
     processes could hold two files of one name.
-
-    Raises:
-        CheckpointError: another process, or another engine of this one, holds the lock.
     """
     with open(folder / _LOCK_NAME, "ab", opener=_open_private) as file:
         try:

@@ -1,5 +1,3 @@
-"""A request in a checkpoint."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -113,7 +111,6 @@ class RequestCheckpoint:
     first_token_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Raises CheckpointError when fields contradict one another."""
         check_scalars(self, f"request {self.rid!r}")
         num_tokens, limit = len(self.output_ids), self.params.max_new_tokens
         has_extras = self.logprob_options.has_extras
@@ -235,11 +232,13 @@ class RequestCheckpoint:
         try:
             fields = dict(given)
             options = LogprobOptions(**fields["logprob_options"])
-            fields |= {name: _take(fields, name, kind).tolist() for name, kind in _DTYPES.items()}
-            extras = _take_extras(fields, "prompt_extras")
+            fields |= {
+                name: _pop_array(fields, name, kind).tolist() for name, kind in _DTYPES.items()
+            }
+            extras = _pop_extras(fields, "prompt_extras")
             if "prompt_logprobs" in fields:
                 head = [None] if options.start_len == 0 else []
-                known = _take(fields, "prompt_logprobs", np.float32).tolist()
+                known = _pop_array(fields, "prompt_logprobs", np.float32).tolist()
                 extras = [*head, *extras] if options.has_extras else []
                 fields["prompt_logprobs"] = PromptLogprobs([*head, *known], extras)
             finish = fields["finish"]
@@ -248,7 +247,7 @@ class RequestCheckpoint:
                 "logprob_options": options,
                 "status": RequestStatus(fields["status"]),
                 "finish": None if finish is None else FinishReason(**finish),
-                "extra_logprobs": _take_extras(fields, "extra_logprobs"),
+                "extra_logprobs": _pop_extras(fields, "extra_logprobs"),
             }
             return cls(**fields)
         except CheckpointError:
@@ -259,13 +258,14 @@ class RequestCheckpoint:
 
 
 def _non_default(params: SamplingParams | LogprobOptions) -> dict[str, Any]:
-    """The fields that differ from their defaults."""
     given = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
     defaults = {field.name: field.default for field in dataclasses.fields(params)}
     return {k: v for k, v in given.items() if repr(v) != repr(defaults[k])}  # -0.0 is not 0.0
 
 
-def _take(fields: dict[str, Any], name: str, dtype: type[np.generic], ndim: int = 1) -> np.ndarray:
+def _pop_array(
+    fields: dict[str, Any], name: str, dtype: type[np.generic], ndim: int = 1
+) -> np.ndarray:
     """Removes an array, which must have this dtype."""
     found = fields.pop(name)
     if not isinstance(found, np.ndarray) or found.dtype != dtype or found.ndim != ndim:
@@ -283,9 +283,11 @@ def _extra_arrays(name: str, entries: Sequence[TopLogprobs]) -> dict[str, np.nda
     }
 
 
-def _take_extras(fields: dict[str, Any], name: str) -> list[Any]:
+def _pop_extras(fields: dict[str, Any], name: str) -> list[Any]:
     """Removes the arrays of `_extra_arrays`, and returns their entries."""
     if f"{name}.values" not in fields:
         return []
-    columns = [_take(fields, f"{name}.{part}", kind, 2).tolist() for part, kind in _EXTRAS.items()]
+    columns = [
+        _pop_array(fields, f"{name}.{part}", kind, 2).tolist() for part, kind in _EXTRAS.items()
+    ]
     return [TopLogprobs(*each) for each in zip(*columns, strict=True)]

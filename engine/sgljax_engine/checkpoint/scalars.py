@@ -15,7 +15,6 @@ _MAX_INT = 2**63 - 1
 
 @functools.cache
 def _scalars(owner: type) -> dict[str, tuple[type, ...]]:
-    """The types that scalar fields of a dataclass may have, by name."""
     found = {}
     for name, hint in get_type_hints(owner).items():
         kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
@@ -25,11 +24,7 @@ def _scalars(owner: type) -> dict[str, tuple[type, ...]]:
 
 
 def check_scalars(owner: Any, where: str) -> None:
-    """Checks that each scalar has its field's type, and that numbers are finite and >= 0.
-
-    Raises:
-        CheckpointError: names the field and its value.
-    """
+    """Checks that each scalar has its field's type, and that numbers are finite and >= 0."""
     for name, kinds in _scalars(type(owner)).items():
         value = getattr(owner, name)
         is_sound = type(value) in kinds  # a bool is no count

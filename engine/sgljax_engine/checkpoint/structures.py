@@ -1,5 +1,3 @@
-"""The parts of an engine's checkpoint."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -27,7 +25,6 @@ class SchedulerCheckpoint:
     new_token_ratio: float
 
     def __post_init__(self) -> None:
-        """Raises CheckpointError for a number that is none."""
         check_scalars(self, "scheduler_state")
 
     @property
@@ -84,7 +81,6 @@ class EngineCheckpoint:
     version: int = CHECKPOINT_VERSION
 
     def __post_init__(self) -> None:
-        """Raises CheckpointError for another version, and for what is no number or dict."""
         check_version(self.version, "the checkpoint")
         check_scalars(self, "checkpoint")
         if not isinstance(self.metadata, dict):
@@ -111,7 +107,6 @@ class EngineCheckpoint:
 
 
 def check_version(version: object, where: str) -> None:
-    """Raises CheckpointError, which names both versions, unless a version can be read."""
     if version != CHECKPOINT_VERSION or type(version) is not int:
         raise CheckpointError(
             f"{where} has version {version!r}; this engine reads version {CHECKPOINT_VERSION}"

@@ -58,7 +58,7 @@ class Recipients(Protocol):
         """The calls of all engines."""
         ...
 
-    def give(self, index: int, task: Task) -> None:
+    def enqueue(self, index: int, task: Task) -> None:
         """Queues a task for one engine."""
         ...
 
@@ -68,11 +68,7 @@ class Recipients(Protocol):
 
 
 class Command:
-    """A request of a caller to all engines.
-
-    Attributes:
-        future: Gets the answer, or the error.
-    """
+    """A request of a caller to all engines; `future` gets the answer, or the error."""
 
     __slots__ = ()
 
@@ -96,14 +92,13 @@ class PerEngineCommand(Command):
     __slots__ = ()
 
     def hand_out(self, group: Recipients) -> None:
-        """Gives each engine its part."""
         parts = self.parts(group.num_engines)
         if len(parts) == 1 and type(self).combine is PerEngineCommand.combine:
-            group.give(0, Part(parts[0], self.future))
+            group.enqueue(0, Part(parts[0], self.future))
             return
         gathered = Gathered(self.future, self.combine, len(parts))
         for index, part in enumerate(parts):
-            group.give(index, Part(part, gathered.future(index)))
+            group.enqueue(index, Part(part, gathered.future(index)))
 
     def parts(self, num_engines: int) -> Sequence[Self]:
         """The part of each engine; the same for all, unless a command says otherwise."""
@@ -127,30 +122,22 @@ class PerEngineCommand(Command):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Part(Task):
-    """One engine's part of a command.
-
-    Attributes:
-        command: The command.
-        future: Gets the engine's answer.
-    """
+    """One engine's part of a command."""
 
     command: PerEngineCommand
     future: Future[Any]
 
     @property
     def name(self) -> str:
-        """Name of the command."""
         return type(self.command).__name__
 
     def run(self, core: EngineCore) -> None:
-        """Answers its future, now or later."""
         try:
             self.command.start(core, self.future)
         finally:
             del self  # see `answer`
 
     def refuse(self, make_error: Callable[[], BaseException]) -> None:
-        """Answers the part with an error."""
         reject(self.future, make_error())
 
 
@@ -188,13 +175,6 @@ class Gathered:
     def __init__(
         self, caller: Future[Any], combine: Callable[[Sequence[Any]], Any], count: int
     ) -> None:
-        """Waits for the engines.
-
-        Args:
-            caller: Gets the answer.
-            combine: Makes it of the engines' answers.
-            count: Number of engines.
-        """
         self._caller: Future[Any] | None = caller
         self._combine: Callable[[Sequence[Any]], Any] | None = combine
         self._lock = threading.Lock()
@@ -203,7 +183,6 @@ class Gathered:
         self._error: BaseException | None = None
 
     def future(self, index: int) -> Future[Any]:
-        """The future for one engine's part."""
         future: Future[Any] = Future()
         future.add_done_callback(lambda done: self._answered(index, done))
         return future

@@ -40,14 +40,9 @@ logger = logging.getLogger(__name__)
 class EngineCore:
     """Scheduler, runner and output processor of an engine. For one thread.
 
-    Attributes:
-        scheduler, pool, runner, warmup, outputs, groups, stats, sleep_manager, serving, pauses: The
-            parts. Any thread may read `sleep_manager.asleep` and `serving.version`.
-        counters: Totals, kept by `stats`.
-        recorder: Records what is done. Any thread may start and stop it.
-        index: The engine's, in its group.
-        has_no_room: Whether the last step started none of the waiting requests.
-        steps_left: How many steps may still be taken; None for no limit. For tests.
+    `outputs.connect` comes before the first request. Any thread may read `sleep_manager.asleep` and
+    `serving.version`, and start and stop the `recorder`. `has_no_room`: the last step started none
+    of the waiting requests. `steps_left`, for tests, is None for no limit.
     """
 
     def __init__(
@@ -64,20 +59,6 @@ class EngineCore:
         index: int,
         speculator: Speculator | None = None,
     ) -> None:
-        """Starts idle. `outputs.connect` comes before the first request.
-
-        Args:
-            scheduler: Fresh, over `pool`.
-            pool: The pages.
-            runner: Holds weights and pages.
-            warmup: The runner's warm-up.
-            memory: Memory of weights and pages.
-            tokenizer: For output text.
-            adapters: Adapters that the weights hold.
-            groups: Calls of which the engine has requests; those of all engines of its group.
-            index: The engine's, in its group.
-            speculator: The scheduler's; None without speculation.
-        """
         self.scheduler = scheduler
         self.pool = pool
         self.runner = runner
@@ -203,12 +184,7 @@ class EngineCore:
     # ------------------------------------------------------------------ requests come and go
 
     def check_can_serve(self, request: Request) -> None:
-        """Finds the request's adapter slot.
-
-        Raises:
-            CompileForbiddenError: when it needs a program that may not be compiled.
-            InvalidRequestError: when its adapter is not loaded.
-        """
+        """Finds the request's adapter slot; refuses it if it needs a forbidden compilation."""
         if self.runner.programs.is_sealed:
             self.warmup.check(request)
         request.adapter = self.serving.adapters.find(request.lora)
@@ -275,12 +251,7 @@ class EngineCore:
     # ------------------------------------------------------------------ pauses
 
     def apply_pause_mode(self, mode: PauseMode, adapter: int | None = None) -> None:
-        """Ends, retracts or keeps requests, as the mode of a pause or update says.
-
-        Args:
-            mode: Mode of the pause or update.
-            adapter: Slot of an adapter, to act only on its requests; None for all.
-        """
+        """Ends, retracts or keeps requests (of one adapter's slot), as a pause or update says."""
         if mode == "abort":
             reason = FinishReason("abort", message="generation was paused, or weights changed")
             requests = self.scheduler.requests()
@@ -289,13 +260,12 @@ class EngineCore:
             self.retract_all(adapter)
 
     def settle(self) -> None:
-        """Answers the callers that wait for started requests, if none is left."""
         if self.scheduler.num_started:
             return
         self.outputs.flush()
         if self.pauses.has_pauses:
             self.runner.kv_memory.wait()
-        for drain in self.pauses.take():
+        for drain in self.pauses.pop_all():
             self.drained(drain)
         self.set_admission()
 
@@ -306,7 +276,6 @@ class EngineCore:
         resolve(drain.future, None)
 
     def end_drain(self) -> None:
-        """Starts requests again after an update, unless there is a pause."""
         self.pauses.end_update()
         self.set_admission()
 
@@ -327,7 +296,6 @@ class EngineCore:
     # ------------------------------------------------------------------ state
 
     def check_awake(self) -> None:
-        """Raises EngineStateError while the engine sleeps, and when it has lost its weights."""
         if self.sleep_manager.asleep:
             raise EngineStateError(
                 f"the engine sleeps ({list(self.sleep_manager.asleep)}); wake_up first"
@@ -335,17 +303,13 @@ class EngineCore:
         self.serving.check()
 
     def check_takes_requests(self) -> None:
-        """Raises EngineStateError when requests are refused.
-
-        Requests to a sleeping engine wait, unless `sleep` was told to refuse them.
-        """
+        """Raises EngineStateError when requests are refused; in sleep they wait unless told."""
         if self.sleep_manager.refuses_requests:
             self.check_awake()
         if "weights" not in self.sleep_manager.asleep:
             self.serving.check()
 
     def state(self) -> EngineState:
-        """The engine's state at one moment."""
         size, scheduler, asleep = self.pool.page_size, self.scheduler, self.sleep_manager.asleep
         windows, states = self.pool.windows, self.pool.states
         return EngineState(
@@ -377,7 +341,6 @@ class EngineCore:
         )
 
     def check_integrity(self) -> None:
-        """Raises EngineError when queues, pages and who waits contradict one another."""
         self.scheduler.check_integrity()
         self.outputs.check_integrity(self.scheduler.requests())
 

@@ -46,17 +46,7 @@ Asked = Command | WeightJob | SaveJob
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BuiltGroup:
-    """Engines without threads, and what their threads need.
-
-    Attributes:
-        cores: Fresh, one for each submesh.
-        groups: The calls that all of them share.
-        router: Chooses among them.
-        planner: Plans the weights of updates, for all engines at once.
-        split: Gives each engine its part of the weights.
-        served: The source of the first weights.
-        slots: Room for adapters in each engine; None without.
-    """
+    """Engines without threads, and what their threads share: calls, router, planner of weights."""
 
     cores: Sequence[EngineCore]
     groups: RequestGroups
@@ -68,25 +58,9 @@ class BuiltGroup:
 
 
 class EngineGroup:
-    """Takes commands and jobs from any thread.
-
-    Attributes:
-        home: The process that has the threads.
-        loops: The engines' threads.
-        groups: The calls of all engines.
-        weights: Makes weights on a thread of its own.
-    """
+    """Takes commands and jobs from any thread. `home` is the process that has the threads."""
 
     def __init__(self, built: BuiltGroup, name: str) -> None:
-        """Starts the threads.
-
-        Args:
-            built: Fresh; its cores are the threads' alone from now on.
-            name: Begins the names of the threads.
-
-        Raises:
-            EngineShutdownError: when the interpreter is ending.
-        """
         self.home = HomeProcess()
         # Held while a command goes to all engines, so that all of them take commands in one order.
         self._lock = built.groups.lock
@@ -137,38 +111,31 @@ class EngineGroup:
 
     @property
     def num_engines(self) -> int:
-        """Number of engines; at least one."""
         return len(self.loops)
 
     @property
     def weight_version(self) -> int:
-        """Version of the serving weights."""
         return self.loops[0].weight_version
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether weights or KV cache sleep."""
         return self.loops[0].is_sleeping
 
     @property
     def is_running(self) -> bool:
-        """Whether `submit` accepts commands and jobs."""
         open_loops = all(loop.is_running for loop in self.loops)
         return self.home.is_here and not self._is_stopping and open_loops
 
     @property
     def progress(self) -> EngineProgress:
-        """Reads what the engine threads write, without waiting for them."""
         return combine_progress([loop.progress for loop in self.loops])
 
     def start_recording(self, max_events: int = MAX_EVENTS) -> None:
-        """Starts recording on all engines."""
         self.home.check()
         for loop in self.loops:
             loop.recorder.start(max_events)
 
     def stop_recording(self) -> Recording:
-        """Stops recording; the events of all engines."""
         self.home.check()
         return combine_recordings([loop.recorder.stop() for loop in self.loops])
 
@@ -178,9 +145,6 @@ class EngineGroup:
         """Queues a command for the engines, or a job for one of the workers.
 
         Jobs about weights are done in order, and so are checkpoints.
-
-        Raises:
-            EngineShutdownError: when no thread would answer.
         """
         self.home.check()  # before the lock, which a thread may have held at the fork
         with self._lock:
@@ -193,7 +157,6 @@ class EngineGroup:
                 self.weights.put(asked)
 
     def check_open(self) -> None:
-        """Raises EngineShutdownError once an engine is shut down, and in a forked child."""
         self.home.check()
         for loop in self.loops:
             loop.check_open()
@@ -205,9 +168,6 @@ class EngineGroup:
 
         Callbacks of restored futures, listeners of progress, hooks of rules and tokenizers are user
         code on these threads.
-
-        Raises:
-            EngineStateError: on an engine's thread, and for a job on the worker that does it.
         """
         current = threading.current_thread()
         answering: list[threading.Thread | None] = [self._hand_out.thread]
@@ -224,11 +184,7 @@ class EngineGroup:
             )
 
     def ask(self, make: Callable[[Future[_T]], Asked]) -> _T:
-        """Has the engines or a worker do something; waits for the answer.
-
-        Args:
-            make: Makes the command or the job with the future that gets the answer.
-        """
+        """Has the engines or a worker do something; waits for the answer."""
         future: Future[_T] = Future()
         done = done_queue([future])
         asked = make(future)
@@ -279,9 +235,6 @@ class EngineGroup:
 
         May be interrupted, and called by a finalizer in the middle of a hand-out. In a forked
         child, where there is no thread, it does nothing.
-
-        Args:
-            reason: Message to callers that wait, or come later.
         """
         if not self.home.is_here:
             return
@@ -291,12 +244,10 @@ class EngineGroup:
         self._is_stopping = True
 
     def _failed(self, reason: str) -> None:
-        """Ends all engines after a bug in one; on its thread."""
         self._stop_engines(reason)
         self._hand_out.stop()
 
     def _stop_engines(self, reason: str | None) -> None:
-        """Has the engines' threads end: for a reason, or as `request_stop` asked."""
         with self._lock:
             for loop in self.loops:
                 loop.request_stop(reason or self._stop_reason)
@@ -314,7 +265,6 @@ class EngineGroup:
                 loop.join()
 
     def _closed(self) -> None:
-        """Counts an engine that has ended; on its thread. The last one ends the workers."""
         with self._lock:
             self._num_open -= 1
             is_last = not self._num_open

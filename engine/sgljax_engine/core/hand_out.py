@@ -21,23 +21,16 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Distribute(Task):
-    """Hand a command out, on the thread of the only engine.
-
-    Attributes:
-        hand_out: Hands it out.
-        command: What is handed out; None for the end.
-    """
+    """Hand a command out, on the thread of the only engine."""
 
     hand_out: HandOut
     command: Command | None
 
     def run(self, core: EngineCore) -> None:
-        """Has the thread do the command's tasks next: they are all for this engine."""
         del core
         self.hand_out.distribute(self.command)
 
     def refuse(self, make_error: Callable[[], BaseException]) -> None:
-        """Refuses the command."""
         if self.command is not None:
             self.command.refuse(make_error)
 
@@ -50,14 +43,8 @@ class HandOut:
     one indivisible step, `put`; a thread does the rest, and nobody interrupts it. Otherwise one
     engine could wait for another that was never told.
 
-    A single engine's thread hands out its commands itself. There are no others to tell, and a
-    thread in between takes time: pause and continue of an idle engine take 275 us with one and 180
-    without (2 cores, November 2026).
-
-    Attributes:
-        num_engines: Number of engines.
-        groups: The calls of all engines.
-        thread: The thread that hands out; started at once, unless it is an engine's.
+    A single engine's thread hands out its commands itself: a thread in between takes time. Pause
+    and continue of an idle engine take 275 us with one and 180 without (2 cores, November 2026).
     """
 
     def __init__(
@@ -69,15 +56,6 @@ class HandOut:
         stop_engines: Callable[[str | None], None],
         name: str,
     ) -> None:
-        """Starts the thread.
-
-        Args:
-            loops: The engines.
-            groups: The calls of all engines.
-            router: Chooses engines for requests.
-            stop_engines: Ends the engines after a bug, with the reason, or as asked, with None.
-            name: Of the thread.
-        """
         self.num_engines = len(loops)
         self.groups = groups
         self._loops = loops
@@ -108,7 +86,7 @@ class HandOut:
 
     # ------------------------------------------------------------------ for commands
 
-    def give(self, index: int, task: Task) -> None:
+    def enqueue(self, index: int, task: Task) -> None:
         """Queues a task for one engine; the only engine does it next, before what came since."""
         if self._only is not None:
             self._only.do_next(task)
@@ -116,7 +94,6 @@ class HandOut:
             self._loops[index].submit(task)
 
     def route(self, requests: Sequence[Request]) -> None:
-        """Gives each request an engine."""
         for request, engine in zip(requests, self._router.route(requests), strict=True):
             request.engine = engine
 
@@ -143,12 +120,12 @@ class HandOut:
             command.refuse(lambda: EngineShutdownError(reason))
 
     def _run(self) -> None:
-        while self._take():
+        while self._do_one():
             pass
         while not self._commands.empty():
-            self._take()
+            self._do_one()
 
-    def _take(self) -> bool:
+    def _do_one(self) -> bool:
         """Hands out one command; False at the end. Keeps no reference to it."""
         command = self._commands.get()
         try:

@@ -28,9 +28,12 @@ logger = logging.getLogger(__name__)
 
 
 class EngineLoop:
-    """Tasks in, answers out.
+    """Tasks in, answers out. Other threads may use only what stands under "any thread".
 
-    Other threads may use only what stands under "any thread".
+    `lock` is the group's only one. It is reentrant: a garbage collection inside `submit` may end a
+    stream or an engine, and so submit on the same thread. `share` is called on the thread after a
+    step that left requests waiting, `on_answered` on the detokenizer thread before a request that
+    still runs is answered, `on_failed` and at last `on_closed` on the thread.
     """
 
     def __init__(
@@ -44,20 +47,6 @@ class EngineLoop:
         on_failed: Callable[[str], None],
         on_closed: Callable[[], None],
     ) -> None:
-        """Prepares the thread; `start` starts it.
-
-        Args:
-            core: A fresh core; from now on only the thread uses it.
-            name: Name of the threads.
-            lock: The group's lock, and its only one. It is reentrant: a garbage collection inside
-                `submit` may end a stream or an engine, and so submit on the same thread.
-            share: Called on the thread after a step that left requests waiting, to move some of
-                them to another engine.
-            on_answered: Called on the detokenizer thread before a request that still runs is
-                answered, and after the engine thread was told to end it.
-            on_failed: Called on the thread, with the reason, when a bug ends it.
-            on_closed: Called last on the thread.
-        """
         self._core = core
         self._share = share
         self._on_answered = on_answered
@@ -75,24 +64,20 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
         self._thread.start()
 
     # ------------------------------------------------------------------ any thread
 
     @property
     def recorder(self) -> Recorder:
-        """Recorder of the engine's threads."""
         return self._core.recorder
 
     @property
     def weight_version(self) -> int:
-        """Version of the serving weights."""
         return self._core.serving.version
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether weights or KV cache sleep."""
         return bool(self._core.sleep_manager.asleep)
 
     @property
@@ -105,12 +90,10 @@ class EngineLoop:
 
     @property
     def thread(self) -> threading.Thread:
-        """The engine thread."""
         return self._thread
 
     @property
     def threads(self) -> tuple[threading.Thread | None, ...]:
-        """The engine's own threads."""
         return self._thread, self._core.outputs.thread
 
     @property
@@ -120,7 +103,6 @@ class EngineLoop:
 
     @property
     def progress(self) -> EngineProgress:
-        """Reads what the engine thread writes, without waiting for it."""
         core, since_s = self._core, self._halted_since_s
         return EngineProgress(
             num_running=len(core.scheduler.running),
@@ -136,11 +118,7 @@ class EngineLoop:
         )
 
     def submit(self, task: Task) -> None:
-        """Queues a task for the engine thread.
-
-        Raises:
-            EngineShutdownError: when nobody would answer it.
-        """
+        """Queues a task for the engine thread; EngineShutdownError if nobody would answer."""
         with self._lock:
             self.check_open()
             self.put(task)
@@ -150,7 +128,6 @@ class EngineLoop:
         self._tasks.put(task)
 
     def check_open(self) -> None:
-        """Raises EngineShutdownError when `submit` accepts no tasks."""
         if not self.is_running:
             raise EngineShutdownError(self._close_reason)
 
@@ -240,7 +217,6 @@ class EngineLoop:
             self._halted_since_s = time.perf_counter()
 
     def _do(self, task: Task | None) -> bool:
-        """Does a task; False for None, which ends the thread."""
         if task is None:
             return False
         recorder = self._core.recorder

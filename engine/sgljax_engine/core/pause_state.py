@@ -17,13 +17,7 @@ from sgljax_engine.processing.futures import reject
 
 
 class PendingDrain(NamedTuple):
-    """A caller that waits until no started request is left.
-
-    Attributes:
-        call: Name of the caller's method, for an error.
-        future: Gets None.
-        is_pause: Whether a pause waits, or an update.
-    """
+    """A caller that waits until no started request is left; `call` names its method."""
 
     call: str
     future: Future[None]
@@ -33,51 +27,44 @@ class PendingDrain(NamedTuple):
 class PauseState:
     """Whether generation is paused, and who waits for requests to finish.
 
-    Attributes:
-        mode: The pause's mode; None while generation is not paused.
-        is_drained: Whether an update's drain is over, and its swap has not come yet.
+    `mode` is None while generation is not paused. `is_drained`: an update's drain is over, and its
+    swap has not come yet.
     """
 
     def __init__(self) -> None:
-        """Starts without a pause."""
         self.mode: PauseMode | None = None
         self.is_drained = False
         self._pending: list[PendingDrain] = []
 
     @property
     def allows_steps(self) -> bool:
-        """Whether started requests may go on."""
         return self.mode in (None, "wait")
 
     @property
     def holds_new_requests(self) -> bool:
-        """Whether requests that have not started must wait for a later call."""
         if self.mode is not None or self.is_drained:
             return True
         return bool(self._pending) and not all(each.is_pause for each in self._pending)
 
     @property
     def has_pauses(self) -> bool:
-        """Whether a pause waits."""
         return bool(self._pending) and any(each.is_pause for each in self._pending)
 
     def wait(self, drain: PendingDrain) -> None:
-        """Adds a caller, to be answered when no started request is left."""
         self._pending.append(drain)
 
-    def take(self) -> list[PendingDrain]:
+    def pop_all(self) -> list[PendingDrain]:
         """Removes and returns the waiting callers."""
         pending, self._pending = self._pending, []
         return pending
 
     def end_update(self) -> None:
-        """Ends the drain of an update."""
         self._pending = [each for each in self._pending if each.is_pause]
         self.is_drained = False
 
     def refuse(self, num_started: int, why: str, *, pauses_only: bool = False) -> None:
         """Answers with an error all callers that wait for requests which cannot finish."""
-        pending = self.take()
+        pending = self.pop_all()
         self._pending = [each for each in pending if pauses_only and not each.is_pause]
         for each in pending:
             if each.is_pause or not pauses_only:
@@ -85,6 +72,5 @@ class PauseState:
                 reject(each.future, EngineStateError(message))
 
     def close(self, make_error: Callable[[], BaseException]) -> None:
-        """Refuses all waiting callers."""
-        for each in self.take():
+        for each in self.pop_all():
             reject(each.future, make_error())

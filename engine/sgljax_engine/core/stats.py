@@ -15,22 +15,12 @@ from sgljax_engine.types import Request, SchedulerOutput, StepOutput, StepTimes
 
 
 class Stats:
-    """The totals and the recorder.
+    """Totals, in which a pause that still lasts is missing, and the recorder.
 
-    Attributes:
-        counters: Totals, without a pause that still lasts; see `totals`.
-        recorder: See `observability.trace.Recorder`.
-        num_decodes: Decode dispatches since the cache was flushed.
+    `num_decodes` counts decode dispatches since the cache was flushed.
     """
 
     def __init__(self, scheduler: Scheduler, pool: PagePool, recorder: Recorder) -> None:
-        """All zero.
-
-        Args:
-            scheduler: Has the queues.
-            pool: Has the pages.
-            recorder: Off or on.
-        """
         self.counters = EngineCounters()
         self.recorder = recorder
         self._scheduler = scheduler
@@ -46,7 +36,6 @@ class Stats:
         return totals
 
     def stepped(self, output: SchedulerOutput, step: StepOutput) -> None:
-        """Counts a successful dispatch; called before the scheduler's update."""
         counters, times = self.counters, step.times
         assert times is not None
         if step.num_cache_misses:
@@ -108,7 +97,6 @@ class Stats:
         self.counters.num_aborted += request.finish is not None and request.finish.type == "abort"
 
     def retracted(self, requests: Iterable[Request]) -> None:
-        """Counts requests that lost their pages."""
         for request in requests:
             self.counters.num_retractions += 1
             if self.recorder.is_on:
@@ -116,7 +104,6 @@ class Stats:
                 self.recorder.instant(ENGINE_TRACK, "retract", args)
 
     def swapped(self, started_s: float, weight_version: int, mode: PauseMode) -> None:
-        """Counts a swap of weights."""
         ended_s = time.perf_counter()
         self.counters.num_weight_updates += 1
         self.counters.update_s += ended_s - started_s
@@ -125,14 +112,12 @@ class Stats:
             self.recorder.slice(ENGINE_TRACK, "swap weights", started_s, ended_s, args)
 
     def paused(self, mode: PauseMode) -> None:
-        """Notes a pause; another mode only changes it."""
         if self._paused_s is None:
             self.counters.num_pauses += 1
             self._paused_s = time.perf_counter()
             self.recorder.begin("pause", {"mode": mode})
 
     def continued(self) -> None:
-        """Notes the end of a pause, if there was one."""
         if self._paused_s is not None:
             self.counters.pause_s += time.perf_counter() - self._paused_s
             self._paused_s = None

@@ -29,10 +29,9 @@ class GroupCommand(Command):
     __slots__ = ()
 
     def hand_out(self, group: Recipients) -> None:
-        """Has each engine take part."""
         transaction = Transaction(self, group.num_engines)
         for index in range(group.num_engines):
-            group.give(index, TakePart(transaction, index))
+            group.enqueue(index, TakePart(transaction, index))
 
     def prepare(self, core: EngineCore) -> Any:
         """Prepares for the other methods, on each engine's thread; changes nothing that serves."""
@@ -57,19 +56,9 @@ class GroupCommand(Command):
 
 
 class Transaction:
-    """One command, for all engine threads of a group.
-
-    Attributes:
-        name: The command's.
-    """
+    """One command, for all engine threads of a group."""
 
     def __init__(self, command: GroupCommand, num_engines: int) -> None:
-        """Waits for the threads.
-
-        Args:
-            command: What they do; its future gets the combined answer, or the first error.
-            num_engines: Number of threads that take part.
-        """
         self.name = type(command).__name__
         self._command: GroupCommand | None = command
         self._condition = threading.Condition()
@@ -169,25 +158,17 @@ class Transaction:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TakePart(Task):
-    """Take part in a transaction.
-
-    Attributes:
-        transaction: What the engines do.
-        index: The engine's.
-    """
+    """Take part in a transaction."""
 
     transaction: Transaction
     index: int
 
     @property
     def name(self) -> str:
-        """The command's."""
         return self.transaction.name
 
     def run(self, core: EngineCore) -> None:
-        """Does the engine's part."""
         self.transaction.take_part(self.index, core)
 
     def refuse(self, make_error: Callable[[], BaseException]) -> None:
-        """Has the transaction fail, unless the engine has come to it."""
         self.transaction.refuse(self.index, make_error)

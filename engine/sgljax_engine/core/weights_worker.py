@@ -40,8 +40,6 @@ Split = Callable[[Mapping[str, jax.Array]], list[dict[str, jax.Array]]]
 
 
 class WeightJob(NamedTuple):
-    """A call of a method of `WeightsWorker`, queued; see `job`."""
-
     do: Callable[[], Any]
     future: Future[Any]
 
@@ -54,26 +52,16 @@ def job(
 
 
 class _NewWeights:
-    """Planned weights of an update or a staging, made now or at the swap."""
-
     def __init__(self, plan: SyncPlan, arrays: Mapping[str, Any], *, verify: bool) -> None:
-        """Makes nothing yet.
-
-        Args:
-            plan: From `WeightPlanner.plan`.
-            arrays: The source's.
-            verify: Compare checksums of the new weights and the source.
-        """
         self.plan = plan
         self.arrays = arrays
         self.verify = verify
         self.made: dict[str, jax.Array] | None = None
 
     def make(self) -> dict[str, jax.Array]:
-        """Makes the weights beside the serving ones."""
         return apply(self.plan, self.arrays, verify=self.verify)
 
-    def take(self, olds: Sequence[Weights], *, donate: bool) -> dict[str, jax.Array]:
+    def get(self, olds: Sequence[Weights], *, donate: bool) -> dict[str, jax.Array]:
         """The weights: hands over those that were made, or makes them now."""
         made, self.made = self.made, None
         if made is not None:
@@ -96,18 +84,6 @@ class WeightsWorker:
         recorder: Recorder,
         name: str,
     ) -> None:
-        """Does nothing yet.
-
-        Args:
-            planner: Plans; from now on used by this object alone.
-            served: The source of the serving weights.
-            slots: The room for adapters that each engine has; None without.
-            split: Gives each engine its part.
-            ask: Asks the engines that serve the weights.
-            check_open: Raises EngineShutdownError once they are shut down.
-            recorder: Records what is done.
-            name: Name of the thread.
-        """
         self._planner = planner
         self._served = served
         self._slots = slots
@@ -122,7 +98,6 @@ class WeightsWorker:
         self.thread = self._worker.thread
 
     def put(self, job: WeightJob) -> None:
-        """Queues a job. Callers must not call it concurrently."""
         self._worker.put(job)
 
     def stop(self, reason: str) -> None:
@@ -145,13 +120,9 @@ class WeightsWorker:
     ) -> int:
         """Makes the new weights and has them swapped in; returns their version.
 
-        Args:
-            load: Reads the source.
-            mode: What becomes of requests that have started.
-            flush_cache: See `commands.weights.Swap`.
-            donate: Make each weight in the place of the old one.
-            verify: Compare checksums of the new weights and the source.
-            check_finite: Refuse weights that hold NaN or infinity.
+        `load` reads the source. `donate` makes each weight in the place of the old one; `verify`
+        compares checksums of the new weights and the source; `check_finite` refuses NaN and
+        infinity.
         """
         began = time.perf_counter()
         planned = self._plan(load, check_finite=check_finite, verify=verify)
@@ -219,12 +190,10 @@ class WeightsWorker:
         return self._swap(make, mode, "load_adapter")
 
     def find_differing_adapter(self, name: str, load: Callable[[], WeightSource]) -> list[str]:
-        """Names of projections whose adapter differs from the source's."""
         build = self._plan_adapter(name, load, check_finite=False)
         return self._ask(functools.partial(cmd.CompareAdapter, name, build))
 
     def _check_own(self, staged: StagedWeights) -> None:
-        """Raises InvalidRequestError for weights of another engine."""
         if not staged.is_of(self._owner):
             raise InvalidRequestError("staged must be weights that this engine staged itself")
 
@@ -235,11 +204,6 @@ class WeightsWorker:
 
         With mode "wait" started requests finish first, and no others start. After a failure,
         engines that wait for the swap go on.
-
-        Args:
-            make: Makes the command.
-            mode: What becomes of requests that have started.
-            name: The caller's method, for an error.
         """
         if mode != "wait":
             return self._ask(make)
@@ -254,11 +218,7 @@ class WeightsWorker:
     def _plan_adapter(
         self, name: str, load: Callable[[], WeightSource], *, check_finite: bool
     ) -> cmd.BuildAdapter:
-        """Plans an adapter's pairs in the slots of each engine.
-
-        Raises:
-            EngineStateError: for an engine without adapters.
-        """
+        """Plans an adapter's pairs in the slots of each engine."""
         self._check_open()
         if self._slots is None:
             raise EngineStateError(
@@ -286,7 +246,6 @@ class WeightsWorker:
     def _plan(
         self, load: Callable[[], WeightSource], *, check_finite: bool, verify: bool
     ) -> _NewWeights:
-        """Reads a source."""
         self._check_open()
         with self._worker.reading():
             source = load()
@@ -347,7 +306,7 @@ class WeightsWorker:
             if kept and not all(kept <= old.keys() for old in olds):  # they sleep, or were lost
                 return self._split(apply(planned.plan, planned.arrays))
             rests = [{name: old[name] for name in kept} for old in olds]
-            made = self._split(new.take(olds, donate=donate))
+            made = self._split(new.get(olds, donate=donate))
             return [rest | each for rest, each in zip(rests, made, strict=True)]
 
         return build

@@ -104,19 +104,13 @@ def _normalise(x: jax.Array) -> jax.Array:
     return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPS)
 
 
-def step(
+def token_step(
     state: jax.Array, heads: Heads, decay: jax.Array, rate: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The rule for one token of each row; the new state and the output.
 
-    Args:
-        state: [B, V, h, d].
-        heads: Of one token a row: q and k [B, K, h], v [B, K, R, d].
-        decay: [B, V].
-        rate: [B, V].
-
-    Returns:
-        [B, V, h, d] and [B, V, d].
+    Shape: state: [B, V, h, d]. heads: q and k [B, K, h], v [B, K, R, d]. decay, rate: [B, V].
+    Returns [B, V, h, d] and [B, V, d].
     """
     rows, values, size, width = state.shape
     groups = heads.k.shape[1]
@@ -138,10 +132,7 @@ def step(
 def chunk_terms(heads: Heads, decay: jax.Array, rate: jax.Array) -> ChunkTerms:
     """The terms of chunks. Tokens that are none have a decay and a rate of 0, and are last.
 
-    Args:
-        heads: Of [..., T] tokens.
-        decay: [..., T, V].
-        rate: [..., T, V].
+    Shape: heads: of [..., T] tokens. decay, rate: [..., T, V].
     """
     groups = heads.k.shape[-2]
     size = heads.k.shape[-3]
@@ -220,20 +211,12 @@ def chunk_outputs(state: jax.Array, terms: ChunkTerms) -> tuple[jax.Array, jax.A
     return jnp.moveaxis(out, -2, 0).reshape(size, groups * ratio, -1), change
 
 
-def take_in(
+def state_after(
     state: jax.Array, k: jax.Array, change: jax.Array, decay: jax.Array, count: jax.Array
 ) -> jax.Array:
-    """The state after the first tokens of a chunk.
+    """The state [V, h, d] after the first `count` tokens of a chunk, from that at its beginning.
 
-    Args:
-        state: [V, h, d], at the chunk's beginning.
-        k: [T, K, h], of `Heads`.
-        change: [K, R, T, d], of `chunk_outputs`.
-        decay: [T, V].
-        count: Scalar int32, number of tokens to take in.
-
-    Returns:
-        [V, h, d].
+    Shape: k: [T, K, h], of `Heads`. change: [K, R, T, d], of `chunk_outputs`. decay: [T, V].
     """
     groups, ratio, size, _ = change.shape
     decay = jnp.where(jnp.arange(size, dtype=jnp.int32)[:, None] < count, decay, 0.0)

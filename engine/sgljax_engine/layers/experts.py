@@ -48,10 +48,7 @@ class Experts(NamedTuple):
 def route(logits_TE: jax.Array, num_chosen: int, *, is_normalized: bool) -> Routing:
     """Chooses the most probable experts of each token; of equal ones, those of lower index.
 
-    Args:
-        logits_TE: The router's logits, float32.
-        num_chosen: Experts of a token, k.
-        is_normalized: Divide the probabilities of a token's experts by their sum.
+    Normalised ones have their probabilities divided by their sum.
     """
     probabilities = jax.nn.softmax(logits_TE, axis=-1)
     weights, ids = lax.top_k(probabilities, num_chosen)
@@ -71,15 +68,8 @@ def mix(
     """The weighted sum [T, D] of each token's experts, added in float32 in the routing's order.
 
     Over several devices, each computes its part of all experts or all of its experts, as
-    `shards_width` says, and the results are added.
-
-    Args:
-        x_TD: The experts' input.
-        routing: The choice of experts.
-        experts: Their weights.
-        is_used: [T] bool; other tokens take no expert's time, and get zeros. None uses all.
-        kernels: Products of the backend.
-        activation: Activation of an expert's gate.
+    `shards_width` says, and the results are added. Tokens that are not used ([T] bool) take no
+    expert's time, and get zeros.
     """
     mesh, num_experts = kernels.mesh, experts.gate.shape[0]
     if mesh is None:

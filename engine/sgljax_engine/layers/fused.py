@@ -23,13 +23,10 @@ PlainWeight = jax.Array | Int8Weight
 class FusedProducts:
     """The kernels of `kernels.gpu.linear`. Static and hashable; activations tokens first.
 
-    Attributes:
-        joins: Whether products of one input are one kernel, with their gate; if not, they are
-            XLA's.
-        adds: Whether products are added to the residual in their kernel; if not, XLA adds them.
-        is_fixed: Whether a token has the same bits whatever it is computed with. Then they take any
-            number of tokens.
-        interpret: Run kernels as plain JAX operations on any device. Slow; for tests.
+    `joins`: products of one input are one kernel, with their gate; else XLA's. `adds`: products are
+    added to the residual in their kernel; else by XLA. `is_fixed`: a token has the same bits
+    whatever it is computed with, and they take any number of tokens. `interpret` runs plain JAX
+    operations on any device; slow, for tests.
     """
 
     joins: bool = True
@@ -38,14 +35,12 @@ class FusedProducts:
     interpret: bool = False
 
     def serves(self, weights: Sequence[object], x: jax.Array) -> TypeGuard[Sequence[PlainWeight]]:
-        """Whether it takes these: weights in the inputs' dtype or in int8, and few tokens."""
         if x.shape[0] > linear.MAX_TOKENS and not self.is_fixed:
             return False
         plain = [weight for weight in weights if isinstance(weight, PlainWeight)]
         return len(plain) == len(weights) and linear.is_served(x, [*map(_given, plain)])
 
     def linears(self, x: jax.Array, weights: Sequence[PlainWeight]) -> tuple[jax.Array, ...]:
-        """`x @ W` of each weight."""
         given = [_given(weight) for weight in weights]
         return linear.linears(x, given, is_fixed=self.is_fixed, interpret=self.interpret)
 
@@ -55,29 +50,24 @@ class FusedProducts:
         weights: Sequence[PlainWeight],
         activation: Callable[[jax.Array], jax.Array],
     ) -> jax.Array:
-        """`activation(x @ gate) * (x @ up)`, of these two weights."""
         gate, up = map(_given, weights)
         return linear.gated(
             x, gate, up, activation, is_fixed=self.is_fixed, interpret=self.interpret
         )
 
     def linear_add(self, x: jax.Array, weight: PlainWeight, residual: jax.Array) -> jax.Array:
-        """`residual + x @ W`."""
         return linear.linear_add(
             x, _given(weight), residual, is_fixed=self.is_fixed, interpret=self.interpret
         )
 
     def serves_experts(self, weights: jax.Array, x: jax.Array) -> bool:
-        """Whether `ragged_linear` takes these."""
         return ragged_linear.is_served(x, weights)
 
     def ragged_linear(self, weights: jax.Array, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        """`x[t] @ W[e]` for each token t of each expert e, see `Kernels`."""
         return ragged_linear.ragged_linear(weights, x, group_sizes, interpret=self.interpret)
 
 
 def _given(weight: PlainWeight) -> linear.Weight:
-    """The weight as the kernels take it."""
     if isinstance(weight, Int8Weight):
         return linear.Scaled(weight.values, weight.scale)
     return weight
@@ -89,7 +79,6 @@ more shared memory than there is."""
 
 
 def fused_problem(target: Target) -> str | None:
-    """Why the kernels cannot be used; None if they can."""
     if target.platform != "gpu":
         return f"it is for GPUs, the engine's devices are of kind {target.platform!r}"
     if target.num_tensor_shards > 1:

@@ -26,7 +26,6 @@ class Int8Weight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the values."""
         return self.values.shape
 
     def astype(self, dtype: jnp.dtype) -> Int8Weight:

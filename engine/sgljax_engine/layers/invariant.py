@@ -20,42 +20,32 @@ from sgljax_engine.layers.rope import constant_timescales, rope_angles
 
 @dataclasses.dataclass(frozen=True)
 class InvariantKernels(XlaKernels):
-    """`XlaKernels` whose sums are those of `kernels.gpu`, for models that `is_served` takes.
-
-    Attributes:
-        interpret: Run kernels as plain JAX operations on any device. Slow; for tests.
-    """
+    """`XlaKernels` whose sums are those of `kernels.gpu`, for models that `is_served` takes."""
 
     interpret: bool = False
 
     @classmethod
     def make(cls, *, interpret: bool = False) -> InvariantKernels:
-        """Those of one device."""
         return cls(fused=FusedProducts(is_fixed=True, interpret=interpret), interpret=interpret)
 
     @property
     def is_batch_invariant(self) -> bool:
-        """True."""
         return True
 
     def linear(self, weight: Weight, x: jax.Array) -> jax.Array:
-        """`x @ W`."""
         assert isinstance(weight, jax.Array)
         return invariant.linear(x, weight, interpret=self.interpret)
 
     def unembed(self, table_VD: Weight, hidden_TD: jax.Array) -> jax.Array:
-        """Logits [T, V] float32."""
         assert isinstance(table_VD, jax.Array)
         return invariant.unembed(hidden_TD, table_VD, interpret=self.interpret)
 
     def norm(self, x: jax.Array, weight: jax.Array | None, eps: float, offset: float) -> jax.Array:
-        """Root-mean-square norm over features."""
         return invariant.rms_norm(x, weight, eps, offset, interpret=self.interpret)
 
     def rope_tables(
         self, positions: jax.Array, timescales: Callable[[], jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        """Sines and cosines of rotary angles."""
         constants = jnp.asarray(constant_timescales(timescales))
         angles = rope_angles(positions, constants)[:, 0]
         sin, cos = invariant.sines(angles, interpret=self.interpret)

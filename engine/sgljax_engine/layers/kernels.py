@@ -145,20 +145,16 @@ class Kernels(Protocol):
     def delta_step(
         self, state: jax.Array, heads: Heads, decay: jax.Array, rate: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """The delta rule for one token of each row, see `delta_net.step`."""
+        """The delta rule for one token of each row, see `delta_net.token_step`."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class XlaKernels:
-    """XLA's code: all platforms and dtypes.
+    """XLA's code: all platforms and dtypes. `fused` is for GPUs, `heads` for TPUs.
 
-    Attributes:
-        mesh: See `Kernels`.
-        fused: See `Kernels`; for GPUs.
-        heads: Norms and rotates heads, and steps their states; for TPUs.
-        has_ragged_dot: Whether XLA's product of tokens with their experts reads each used weight
-            once, as on TPUs; elsewhere it would multiply all tokens with all experts.
+    `has_ragged_dot`: XLA's product of tokens with their experts reads each used weight once, as on
+    TPUs; elsewhere it would multiply all tokens with all experts.
     """
 
     mesh: jax.sharding.AbstractMesh | None = None
@@ -168,33 +164,27 @@ class XlaKernels:
 
     @property
     def is_batch_invariant(self) -> bool:
-        """False: libraries' products are not."""
         return False
 
     def activation_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
-        """That of weights."""
         return dtype
 
     def weights(self, params: Mapping[str, jax.Array]) -> Mapping[str, Weight]:
-        """The weights of a program; a weight with a scale as int8."""
         return {
             name: Int8Weight(x, params[name + SCALE_SUFFIX]) if name + SCALE_SUFFIX in params else x
             for name, x in params.items()
         }
 
     def fuse(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function itself: XLA fuses."""
         return function
 
     def linear(self, weight: Weight, x: jax.Array) -> jax.Array:
-        """`x @ W` over features."""
         if isinstance(weight, Int8Weight):
             return int8_linear(x, weight)
         assert isinstance(weight, jax.Array)
         return linear(x, weight)
 
     def unembed(self, table_VD: Weight, hidden_TD: jax.Array) -> jax.Array:
-        """Logits [T, V] float32."""
         dtype = None if self.fused is None else jnp.float32
         if isinstance(table_VD, Int8Weight):
             return int8_unembed(hidden_TD, table_VD, dtype)
@@ -202,20 +192,17 @@ class XlaKernels:
         return unembed(hidden_TD, table_VD, dtype)
 
     def embed(self, table_VD: Weight, ids_T: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """Rows of the embedding table."""
         if isinstance(table_VD, Int8Weight):
             return int8_embed(table_VD, ids_T, dtype)
         assert isinstance(table_VD, jax.Array)
         return embed(table_VD, ids_T)
 
     def norm(self, x: jax.Array, weight: jax.Array | None, eps: float, offset: float) -> jax.Array:
-        """Root-mean-square norm over features."""
         return rms_norm(x, weight, eps, offset)
 
     def rope_tables(
         self, positions: jax.Array, timescales: Callable[[], jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        """Sines and cosines of rotary angles."""
         return rope_tables(positions, timescales())
 
     def rotate(
@@ -225,14 +212,12 @@ class XlaKernels:
         sin: jax.Array,
         cos: jax.Array,
     ) -> jax.Array:
-        """Rotary embedding of heads, after their norm if there is one."""
         if self.heads is not None and self.heads.serves(x):
             return self.heads.rotate(x, norm, sin, cos)
         x = x if norm is None else self.norm(x, *norm)
         return apply_rope(x, sin, cos)
 
     def ragged_linear(self, weights: Weight, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        """`x[t] @ W[e]` for each token t of each expert e."""
         assert isinstance(weights, jax.Array)
         if self.fused is not None and self.fused.serves_experts(weights, x):
             return self.fused.ragged_linear(weights, x, group_sizes)
@@ -243,44 +228,37 @@ class XlaKernels:
     def delta_step(
         self, state: jax.Array, heads: Heads, decay: jax.Array, rate: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """The delta rule for one token of each row, see `delta_net.step`."""
         if self.heads is not None and self.heads.serves_states(state):
-            return self.heads.step(state, heads, decay, rate)
-        return delta_net.step(state, heads, decay, rate)
+            return self.heads.delta_step(state, heads, decay, rate)
+        return delta_net.token_step(state, heads, decay, rate)
 
 
 @dataclasses.dataclass(frozen=True)
 class CpuKernels:
     """The JIT-compiled CPU kernels: one CPU, panels. All are batch-invariant.
 
-    Attributes:
-        partial_outputs: Outputs of the weights whose last panel is partly filled, by name.
+    `partial_outputs` are those of the weights whose last panel is partly filled, by name.
     """
 
     partial_outputs: tuple[tuple[str, int], ...] = ()
 
     @property
     def mesh(self) -> None:
-        """None: one CPU has no mesh."""
         return None
 
     @property
     def fused(self) -> None:
-        """None: `fuse` compiles what is around products."""
         return None
 
     @property
     def is_batch_invariant(self) -> bool:
-        """True."""
         return True
 
     def activation_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
-        """float32."""
         del dtype
         return jnp.dtype("float32")
 
     def weights(self, params: Mapping[str, jax.Array]) -> Mapping[str, Weight]:
-        """The weights of a program, matrices as panels."""
         outputs = dict(self.partial_outputs)
 
         def in_panels(name: str, x: jax.Array) -> sgljax_cpu.Panels:
@@ -290,21 +268,17 @@ class CpuKernels:
         return {name: in_panels(name, x) if x.ndim > 2 else x for name, x in params.items()}
 
     def fuse(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, its equations compiled into few kernels."""
         return sgljax_cpu.fuse(function)
 
     def linear(self, weight: Weight, x: jax.Array) -> jax.Array:
-        """`x @ W` over features."""
         assert isinstance(weight, sgljax_cpu.Panels)
         return sgljax_cpu.linear(weight.array, x, weight.num_outputs, weight.scale)
 
     def unembed(self, table_VD: Weight, hidden_TD: jax.Array) -> jax.Array:
-        """Logits [T, V] float32."""
         assert isinstance(table_VD, sgljax_cpu.Panels)
         return sgljax_cpu.linear(table_VD.array, hidden_TD, table_VD.num_outputs, table_VD.scale)
 
     def embed(self, table_VD: Weight, ids_T: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """Rows of the embedding table, float32."""
         del dtype
         if isinstance(table_VD, sgljax_cpu.Panels):
             return sgljax_cpu.embed(table_VD.array, ids_T, table_VD.scale)
@@ -312,14 +286,12 @@ class CpuKernels:
         return embed(table_VD, ids_T).astype(jnp.float32)
 
     def norm(self, x: jax.Array, weight: jax.Array | None, eps: float, offset: float) -> jax.Array:
-        """Root-mean-square norm over features."""
         weight = None if weight is None else weight.astype(jnp.float32)
         return sgljax_cpu.rms_norm(x, weight, eps, offset)
 
     def rope_tables(
         self, positions: jax.Array, timescales: Callable[[], jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        """Sines and cosines of rotary angles."""
         return sgljax_cpu.rope_tables(positions, constant_timescales(timescales))
 
     def rotate(
@@ -329,33 +301,21 @@ class CpuKernels:
         sin: jax.Array,
         cos: jax.Array,
     ) -> jax.Array:
-        """Rotary embedding of heads, after their norm if there is one."""
         return sgljax_cpu.rotate(x if norm is None else self.norm(x, *norm), sin, cos)
 
     def ragged_linear(self, weights: Weight, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        """`x[t] @ W[e]` for each token t of each expert e."""
         assert isinstance(weights, sgljax_cpu.Panels)
         return sgljax_cpu.ragged_linear(weights.array, x, group_sizes, weights.num_outputs)
 
     def delta_step(
         self, state: jax.Array, heads: Heads, decay: jax.Array, rate: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """The delta rule for one token of each row, see `delta_net.step`."""
-        return delta_net.step(state, heads, decay, rate)
+        return delta_net.token_step(state, heads, decay, rate)
 
     def net_heads(
         self, window: jax.Array, weight_CW: jax.Array, sizes: tuple[int, int, int]
     ) -> jax.Array:
-        """Heads of a gated delta net, see `sgljax_cpu.net_heads`.
-
-        Args:
-            window: [N, W - 1 + T, C], inputs of the convolution.
-            weight_CW: Of the convolution.
-            sizes: `LinearAttentionConfig.head_sizes`.
-
-        Returns:
-            [N, T, C]: what `delta_net.split_heads` splits, joined again.
-        """
+        """Heads [N, T, C] of a window [N, W - 1 + T, C], as `split_heads` splits them."""
         num_heads, key_dim, _ = sizes
         return sgljax_cpu.net_heads(window, weight_CW.T, num_heads, key_dim, delta_net.EPS)
 
@@ -371,13 +331,7 @@ class CpuKernels:
 
 
 class LinearBackend(NamedTuple):
-    """The chosen backend.
-
-    Attributes:
-        name: "native", "pallas" or "xla".
-        kernels: The computations of the backend.
-        why_not_native: Why "auto" did not pick "native" on a CPU; None elsewhere.
-    """
+    """The chosen backend, and why "auto" did not pick "native" on a CPU."""
 
     name: str
     kernels: Kernels
@@ -385,15 +339,7 @@ class LinearBackend(NamedTuple):
 
 
 def pick_kernels(name: str, target: Target) -> LinearBackend:
-    """The backend of that name; "auto" picks "native", or "pallas" on one Hopper GPU.
-
-    Args:
-        name: One of `config.LINEAR_BACKENDS`.
-        target: What the engine runs on.
-
-    Raises:
-        InvalidConfigError: when "native" or "pallas" is asked for but not available.
-    """
+    """The backend of that name; "auto" picks "native", or "pallas" on one Hopper GPU."""
     problem = target.cpu_kernels_problem()
     if name == "native":
         require_backend(problem, "linear_backend 'native'")

@@ -14,15 +14,9 @@ from sgljax_engine.errors import InvalidConfigError
 class Target(NamedTuple):
     """The devices and dtype of an engine.
 
-    Attributes:
-        platform: JAX's name for the kind of device.
-        is_own_cpu: Whether it is a CPU of this process, see `layers.devices`.
-        num_devices: Number of devices in the mesh.
-        num_tensor_shards: Number of devices that share one weight.
-        dtype: Name of the dtype of weights and activations.
-        packs_weights: Whether weights are panels of the JIT-compiled CPU kernels.
-        mesh: Axes of the mesh: those over which weights are sharded.
-        compute_capability: Of NVIDIA GPUs, as "9.0"; None of other devices.
+    `num_tensor_shards` devices share one weight. `packs_weights`: weights are panels of the
+    JIT-compiled CPU kernels. `mesh` has the axes over which weights are sharded.
+    `compute_capability` is that of NVIDIA GPUs, as "9.0".
     """
 
     platform: str
@@ -35,7 +29,6 @@ class Target(NamedTuple):
     compute_capability: str | None = None
 
     def cpu_kernels_problem(self) -> str | None:
-        """Why the JIT-compiled CPU kernels cannot be used; None if they can."""
         if self.platform != "cpu":
             return f"it is for CPUs, the engine's devices are of kind {self.platform!r}"
         if not self.is_own_cpu:
@@ -48,9 +41,7 @@ class Target(NamedTuple):
 def kv_axes(axes: Mapping[str, int], num_kv_heads: int) -> tuple[str, ...]:
     """The tensor axes over which this many kv heads are sharded; over the others they are copied.
 
-    Args:
-        axes: Sizes of an engine's tensor axes, in order, as `placement.submeshes` cuts them.
-        num_kv_heads: Of a layer.
+    `axes` are an engine's, in order, as `placement.submeshes` cuts them.
     """
     found: list[str] = []
     count = 1
@@ -63,11 +54,6 @@ def kv_axes(axes: Mapping[str, int], num_kv_heads: int) -> tuple[str, ...]:
 
 
 def require_backend(problem: str | None, name: str) -> None:
-    """Raises InvalidConfigError if there is a problem with a backend that was asked for.
-
-    Args:
-        problem: Why it cannot be used; None if it can.
-        name: The option and the backend: "attention_backend 'tpu'".
-    """
+    """Raises InvalidConfigError if there is a problem with a backend that was asked for."""
     if problem is not None:
         raise InvalidConfigError(f"{name} cannot be had here: {problem}")

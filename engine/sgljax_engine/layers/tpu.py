@@ -20,19 +20,12 @@ from sgljax_engine.layers.target import kv_axes
 
 @dataclasses.dataclass(frozen=True)
 class TpuHeads:
-    """Norm and rotary embedding of heads, and the delta rule of one token. Static and hashable.
-
-    Attributes:
-        mesh: Axes over which heads are sharded; None on one device. Kv heads are sharded over those
-            that `kv_axes` says, and copied over the others.
-        interpret: As of `pl.pallas_call`; for tests.
-    """
+    """Norm and rotary embedding of heads, and the delta rule of one token. Static and hashable."""
 
     mesh: jax.sharding.AbstractMesh | None = None
     interpret: Any = False
 
     def serves(self, x_TNH: jax.Array) -> bool:
-        """Whether the heads, and their tokens, fill tiles of memory on the chip."""
         num_tokens, _, head_dim = x_TNH.shape
         return num_tokens % tokens_tile(x_TNH.dtype) == 0 and head_dim % LANES == 0
 
@@ -43,7 +36,6 @@ class TpuHeads:
         sin: jax.Array,
         cos: jax.Array,
     ) -> jax.Array:
-        """Rotary embedding of heads, after their norm if there is one; see `rotate_heads`."""
         run = functools.partial(rotate_heads, interpret=self.interpret)
         if self.mesh is None:
             return run(x_TNH, norm, sin, cos)
@@ -62,16 +54,14 @@ class TpuHeads:
         )(x_TNH, weight, sin, cos)
 
     def serves_states(self, state: jax.Array) -> bool:
-        """Whether a step of the kernel is some heads' whole states [B, V, h, d]."""
         _, num_heads, *sizes = state.shape
         num_heads //= self._num_shards(num_heads)
         is_whole = num_heads < SUBLANES or num_heads % SUBLANES == 0
         return is_whole and all(size % LANES == 0 for size in sizes)
 
-    def step(
+    def delta_step(
         self, state: jax.Array, heads: Heads, decay: jax.Array, rate: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """The delta rule for one token of each row, see `layers.delta_net.step`."""
         rows, num_heads, _, width = state.shape
         q, k = (jnp.repeat(x, num_heads // x.shape[1], axis=1) for x in (heads.q, heads.k))
         run = functools.partial(delta_step, interpret=self.interpret)

@@ -64,12 +64,8 @@ def decoder(
 class _LayerKind(NamedTuple):
     """Static facts of a layer beside the shapes of its weights.
 
-    Attributes:
-        options: How it attends.
-        rope: Its rotary embedding, and the head_dim of that.
-        head_dim: Of its queries and keys.
-        owns_kv: False if it reads the keys and values of another layer.
-        has_state: Whether it has a recurrent state instead of all this.
+    `rope` is the rotary embedding with its head_dim. It may own no keys and values but read another
+    layer's, or have a recurrent state instead of all this.
     """
 
     options: AttentionOptions
@@ -144,7 +140,6 @@ class _Layers(NamedTuple):
         return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)
 
     def layer_inputs(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """Each layer's input from the tokens besides hidden states (Gemma 4)."""
         config, size = self.context.config, self.context.config.per_layer_input_size
         table = self.params["model.embed_tokens_per_layer.weight"]
         of_token = self.context.kernels.embed(table, self.tokens.input_ids, self.context.dtype)
@@ -204,7 +199,6 @@ class _Layers(NamedTuple):
     def attention(
         self, h: jax.Array, rope: Rope, cache: LayerCache
     ) -> tuple[jax.Array, LayerCache]:
-        """Attention [T, N * H] before its last projection."""
         kind = self.kind
         assert kind is not None
         gate = None
@@ -331,7 +325,6 @@ class _Layers(NamedTuple):
         return fused.gated(h, weights, self.traits.activation)
 
     def returned(self, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
-        """The output of `mixture`, with the experts only if the context returns them."""
         moe = self.context.config.moe
         assert moe is not None
         return out[0], out[1].astype(moe.id_dtype) if self.context.returns_routed else None
@@ -376,7 +369,6 @@ class _Layers(NamedTuple):
         return [self.with_bias(name, out) for name, out in zip(names, found, strict=True)]
 
     def add_linear(self, x: jax.Array, name: str, out: jax.Array) -> jax.Array:
-        """`x` and a projection."""
         fused, weights = self.context.kernels.fused, self.fusable((name,))
         if fused is None or not fused.adds or not fused.serves(weights, out):
             return x + self.linear(name, out)
@@ -403,7 +395,6 @@ class _Layers(NamedTuple):
 
     @property
     def norm_offset(self) -> float:
-        """What is added to the weights of norms."""
         return norm_offset(self.context.config, self.traits)
 
     def rope_tables(self, rope: RopeConfig, head_dim: int) -> Rope:

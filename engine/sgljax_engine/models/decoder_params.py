@@ -16,17 +16,12 @@ from sgljax_engine.models.spec import KVHeads, ParamAxis, ParamKind, ParamSpec
 class DecoderTraits(NamedTuple):
     """Traits of an architecture that its config does not hold.
 
-    Attributes:
-        activation: Activation of the MLP's gate.
-        has_qkv_bias: Query, key and value projections add a bias.
-        has_qk_norm: Queries and keys are normalised, head by head, before the rotary embedding.
-        has_post_norms: The outputs of attention and MLP are normalised too, before they are added.
-        has_offset_norms: Norm weights are stored minus one.
-        scales_embeddings: Embeddings are multiplied by sqrt(hidden_size).
-        has_value_norm: Values are normalised, head by head, without a weight.
-        has_layer_scale: The output of a layer is multiplied by a number of its own.
-        has_output_gate: The query projection also gives a gate for each channel of the output of
-            attention: for each head its queries, then its gate.
+    Queries and keys are normalised head by head before the rotary embedding (`has_qk_norm`), values
+    without a weight. With `has_post_norms` the outputs of attention and MLP are normalised too,
+    before they are added. Offset norms have weights stored minus one. `scales_embeddings`
+    multiplies them by sqrt(hidden_size), a layer scale the layer's output by a number of its own.
+    With `has_output_gate` the query projection gives, for each head, its queries and then a gate
+    for each channel of the output.
     """
 
     activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
@@ -41,7 +36,6 @@ class DecoderTraits(NamedTuple):
 
 
 def norm_offset(config: ModelConfig, traits: DecoderTraits) -> float:
-    """What a decoder adds to the weights of its norms."""
     given = config.scales.norm_offset
     return (1.0 if traits.has_offset_norms else 0.0) if given is None else given
 

@@ -22,13 +22,7 @@ PREFIX = "linear_attn."
 
 
 def net_specs(prefix: str, hidden_size: int, net: LinearAttentionConfig) -> dict[str, ParamSpec]:
-    """The parameters of a layer's net; what is not of single heads is not sharded.
-
-    Args:
-        prefix: Of their names: "model.layers.0.linear_attn.".
-        hidden_size: Channels between layers.
-        net: Sizes.
-    """
+    """The parameters of a layer's net; what is not of single heads is not sharded."""
     values, heads = net.num_values, net.num_value_heads
     if net.is_grouped:
         outputs = {"in_proj_qkvz": net.num_channels + values, "in_proj_ba": 2 * heads}
@@ -62,13 +56,7 @@ def net_specs(prefix: str, hidden_size: int, net: LinearAttentionConfig) -> dict
 
 
 class Net(NamedTuple):
-    """A layer's net.
-
-    Attributes:
-        params: The layer's weights, as the backend's kernels take them.
-        context: The model's context; its config has such layers.
-        linear: A projection by its name within the layer.
-    """
+    """A layer's net; `linear` is a projection by its name within the layer."""
 
     params: Mapping[str, Any]
     context: ModelContext
@@ -76,7 +64,6 @@ class Net(NamedTuple):
 
     @property
     def config(self) -> LinearAttentionConfig:
-        """Its sizes."""
         assert self.context.config.linear_attention is not None
         return self.context.config.linear_attention
 
@@ -86,11 +73,7 @@ class Net(NamedTuple):
         return self.params[f"{PREFIX}conv1d.weight"]
 
     def before(self, h: jax.Array) -> tuple[NetInputs, jax.Array]:
-        """What the recurrence takes of each token, and the gates [T, V * d] of its output.
-
-        Args:
-            h: [T, D], normalised hidden states.
-        """
+        """What the recurrence takes of each token, and the gates [T, V * d] of its output."""
         qkv, z, b, a = self._grouped(h) if self.config.is_grouped else self._ungrouped(h)
         a_log, bias = (self.params[f"{PREFIX}{name}"][None] for name in ("A_log", "dt_bias"))
         a, b = (x.astype(jnp.float32) for x in (a, b))
@@ -115,12 +98,7 @@ class Net(NamedTuple):
         return jnp.concatenate([q, k, v], axis=-1), z, b, a
 
     def after(self, out: jax.Array, z: jax.Array) -> jax.Array:
-        """The net's output [T, D].
-
-        Args:
-            out: [T, V, d] float32, of the recurrence.
-            z: Its gates [T, V * d].
-        """
+        """The net's output [T, D], of the recurrence's [T, V, d] float32 and its gates."""
         eps, weight = self.context.config.rms_norm_eps, self.params[f"{PREFIX}norm.weight"]
         normed = self.context.kernels.norm(out, weight, eps, 0.0)
         gates = split_heads(z, self.config.value_dim)

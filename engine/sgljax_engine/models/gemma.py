@@ -138,12 +138,7 @@ def _multimodal_config(config: hf.HfConfig) -> ModelConfig:
 
 
 def _attention_config(config: hf.HfConfig, pattern: int) -> AttentionConfig:
-    """The attention of the layers of a Gemma 2 or 3.
-
-    Args:
-        config: The config.json.
-        pattern: Every `pattern`-th layer has full attention, unless `layer_types` says otherwise.
-    """
+    """The attention of the layers of a Gemma 2 or 3."""
     sliding = hf.sliding_layers(config, pattern)
     return AttentionConfig(
         scale=hf.number("query_pre_attn_scalar", hf.require(config, "query_pre_attn_scalar"))

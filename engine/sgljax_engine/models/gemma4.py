@@ -125,14 +125,7 @@ def _attention(config: hf.HfConfig) -> AttentionConfig:
 def shared_kv_layers(sliding: Sequence[bool], num_shared: int) -> tuple[int, ...]:
     """`AttentionConfig.kv_layers` of a model whose last layers read keys of earlier ones.
 
-    Each reads those of the last layer of its own kind that has some.
-
-    Args:
-        sliding: Whether each layer slides.
-        num_shared: Layers without keys.
-
-    Raises:
-        UnsupportedModelError: when no layer of that kind has keys.
+    Each reads those of the last layer of its own kind that has some; if none has, it is refused.
     """
     if not num_shared:
         return ()

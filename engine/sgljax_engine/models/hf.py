@@ -77,17 +77,10 @@ def with_defaults(hf: HfConfig, defaults: HfConfig) -> HfConfig:
 
 
 def text_config(hf: HfConfig, architecture: str) -> HfConfig:
-    """The config of the language model inside a multimodal model's config.json.
+    """The config of the language model under `text_config` in a multimodal config.json.
 
     Whether embeddings are tied the whole config says, never `text_config`: it is the outer class
     that has both tables.
-
-    Args:
-        hf: The config.json, with the language model under `text_config`.
-        architecture: Architecture of the language model.
-
-    Returns:
-        The contents of a config.json of the language model alone.
     """
     text = {**require(hf, "text_config"), "architectures": [architecture]}
     outer = {name: hf[name] for name in _OF_THE_WHOLE if hf.get(name) is not None}
@@ -102,13 +95,8 @@ def require_any(hf: HfConfig, *names: str) -> Any:
 def check_settings(hf: HfConfig, **supported: Any) -> None:
     """Refuses settings that no model implements, and settings in `supported` with another value.
 
-    A tuple lists names of the same value.
-
-    An absent or null setting passes: transformers then takes its default, which must be the
-    supported value.
-
-    Raises:
-        UnsupportedModelError: names the setting, its value and the implemented value.
+    A tuple lists names of the same value. An absent or null setting passes: transformers then takes
+    its default, which must be the supported value.
     """
     for name, only in {**_ONLY_SUPPORTED, **supported}.items():
         value = hf.get(name)
@@ -118,7 +106,6 @@ def check_settings(hf: HfConfig, **supported: Any) -> None:
 
 
 def check_full_attention(hf: HfConfig) -> None:
-    """Refuses `layer_types` other than full attention."""
     check_layer_types(hf, FULL)
 
 
@@ -134,7 +121,6 @@ def check_layer_types(hf: HfConfig, only: str) -> None:
 
 
 def check_list(name: str, value: Any) -> None:
-    """Raises InvalidConfigError unless a setting is a list of names."""
     is_list = isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value)
     check(is_list, name, value, "a list of names")
 
@@ -149,12 +135,7 @@ def sliding_everywhere(hf: HfConfig, window: int | None) -> AttentionConfig:
 
 
 def sliding_layers(hf: HfConfig, pattern: int) -> tuple[bool, ...]:
-    """Whether each layer slides: from `layer_types`, else all but every pattern-th.
-
-    Raises:
-        UnsupportedModelError: for another type of layer.
-        InvalidConfigError: when the number of types differs from that of layers.
-    """
+    """Whether each layer slides: from `layer_types`, else all but every pattern-th."""
     return _layers_of_kind(hf, SLIDING, pattern)
 
 
@@ -189,14 +170,6 @@ def read_rope(hf: HfConfig, *, rotates_part: bool = False) -> RopeConfig:
     transformers 4 writes rope_theta at the top level and the rest, if any, in rope_scaling;
     transformers 5 writes everything in rope_parameters. Where both are, rope_scaling replaces
     rope_parameters, and what the one that counts leaves out is taken from the top level.
-
-    Args:
-        hf: The config.json.
-        rotates_part: Whether `partial_rotary_factor` has an effect.
-
-    Raises:
-        UnsupportedModelError: as `parse_rope`; for embeddings that differ by type of layer.
-        InvalidConfigError: as `parse_rope`.
     """
     settings = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     for kind in (FULL, SLIDING, LINEAR):
@@ -213,17 +186,10 @@ def read_rope(hf: HfConfig, *, rotates_part: bool = False) -> RopeConfig:
 
 
 def parse_rope(settings: HfConfig, hf: HfConfig, *, rotates_part: bool = False) -> RopeConfig:
-    """Parses one rotary embedding.
+    """Parses `rope_scaling` of transformers 4, or (a part of) `rope_parameters` of 5.
 
-    Args:
-        settings: `rope_scaling` of transformers 4, or (a part of) `rope_parameters` of 5.
-        hf: The config.json, for what is read from its top level.
-        rotates_part: Whether `partial_rotary_factor` has an effect on types other than
-            "proportional".
-
-    Raises:
-        UnsupportedModelError: for a rope type, or a setting of it, that is not implemented.
-        InvalidConfigError: for a missing setting.
+    `rotates_part` says whether `partial_rotary_factor` has an effect on types other than
+    "proportional".
     """
     kind = settings.get("rope_type", settings.get("type", "default"))
     if not isinstance(kind, str) or kind not in _ROPE_FIELDS:
@@ -285,11 +251,7 @@ def dense_config(
     attention_bias: bool = False,
     mlp_bias: bool = False,
 ) -> ModelConfig:
-    """Builds the config from the fields that all models name alike, and those given.
-
-    Raises:
-        InvalidConfigError: for a missing or wrong field.
-    """
+    """Builds the config from the fields that all models name alike, and those given."""
     hidden_size, num_heads = require(hf, "hidden_size"), require(hf, "num_attention_heads")
     for name, value in (("hidden_size", hidden_size), ("num_attention_heads", num_heads)):
         check_count(name, value)
@@ -323,13 +285,11 @@ def dense_config(
 
 
 def number(name: str, value: Any) -> float:
-    """A positive number of the config; raises InvalidConfigError for anything else."""
     check_positive(name, value)
     return float(value)
 
 
 def flag(hf: HfConfig, name: str) -> bool:
-    """A setting that is true or false; absent or null it is false."""
     value = hf.get(name)
     check(value is None or isinstance(value, bool), name, value, "true or false")
     return bool(value)

@@ -20,14 +20,7 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 def mixture_specs(
     prefix: str, hidden_size: int, moe: MoEConfig, router: str = "gate"
 ) -> dict[str, ParamSpec]:
-    """The parameters of a layer's router and experts.
-
-    Args:
-        prefix: Of their names: "model.layers.0.mlp.".
-        hidden_size: Channels between layers.
-        moe: The experts.
-        router: The router's name behind the prefix.
-    """
+    """The parameters of a layer's router and experts."""
     router = f"{prefix}{router}.weight"
     specs = {
         router: ParamSpec((hidden_size, moe.num_experts), ParamKind.LINEAR, (None, None), router)
@@ -47,7 +40,6 @@ def mixture_specs(
 
 
 def _shared_specs(name: str, hidden_size: int, size: int) -> dict[str, ParamSpec]:
-    """The parameters of the expert of all tokens, and of its gate."""
     shapes: dict[str, tuple[tuple[int, int], tuple[str | None, str | None]]] = {
         f"{name}.gate_proj.weight": ((hidden_size, size), (None, "mlp")),
         f"{name}.up_proj.weight": ((hidden_size, size), (None, "mlp")),
@@ -70,20 +62,11 @@ def mixture(
     is_used: jax.Array | None,
     scales: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The sum of each token's experts, chosen by the softmax of the router's logits.
+    """The sum [T, D] of each token's experts, and their ids as in `Routing.ids`.
 
-    Args:
-        params: The layer's weights.
-        context: The model's context; its config has experts.
-        prefix: Of the experts' names: "mlp.".
-        x: [T, D].
-        logits: [T, E] float32, see `router_logits`.
-        activation: Activation of an expert's gate.
-        is_used: [T] bool; other tokens take no expert's time, and get zeros. None uses all.
-        scales: [E], factors of the experts' outputs; None for ones.
-
-    Returns:
-        [T, D], and the experts of each token as in `Routing.ids`.
+    They are chosen by the softmax of the router's logits [T, E] float32. Tokens that are not used
+    ([T] bool) take no expert's time, and get zeros. `scales` [E] are factors of the experts'
+    outputs.
     """
     moe = context.config.moe
     assert moe is not None
@@ -99,15 +82,10 @@ def mixture(
 def router_logits(
     weight: Weight, x: jax.Array, context: ModelContext, change: jax.Array | None = None
 ) -> jax.Array:
-    """A router's logits, [T, E] float32.
+    """A router's logits [T, E] float32 for x [T, D] and a weight [D, E].
 
     Computed in float32 whatever the model's dtype, since a rounded logit may choose another expert.
-
-    Args:
-        weight: [D, E].
-        x: [T, D].
-        context: The model's context.
-        change: [T, E], added to them: the term of each token's adapter.
+    `change` [T, E] is the term of each token's adapter.
     """
     with jax.default_matmul_precision("highest"):
         logits = context.kernels.linear(weight.astype(jnp.float32), x.astype(jnp.float32))

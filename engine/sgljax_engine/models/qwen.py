@@ -58,11 +58,7 @@ def _window(config: hf.HfConfig) -> int | None:
 
 
 def _attention(config: hf.HfConfig) -> AttentionConfig:
-    """Windows, which only count with `use_sliding_window`: in the last layers, if none are named.
-
-    Raises:
-        InvalidConfigError: for a sliding layer without a window.
-    """
+    """Windows, which count only with `use_sliding_window`: in the last layers by default."""
     window = _window(config)
     sliding: tuple[bool, ...] = ()
     if config.get("layer_types") is not None:

@@ -1,5 +1,3 @@
-"""Architectures by Hugging Face class name."""
-
 from __future__ import annotations
 
 import dataclasses

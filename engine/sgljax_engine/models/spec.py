@@ -75,7 +75,6 @@ class ParamKind(enum.Enum):
 
     @property
     def is_projection(self) -> bool:
-        """Whether its last two axes are [in, out]."""
         return self in (ParamKind.LINEAR, ParamKind.EXPERTS)
 
 
@@ -99,12 +98,8 @@ class ParamSpec(NamedTuple):
 class ModelContext(NamedTuple):
     """Static facts that a forward pass is compiled for. Hashable.
 
-    Attributes:
-        kernels: The computations of the backend.
-        takes_projections: See `attention.base.Attention`.
-        lora_rank: Rank of each adapter slot; 0 without adapters.
-        returns_routed: Whether `forward` returns the experts of each token.
-        dtype: Of weights that are not quantised.
+    `dtype` is that of weights that are not quantised. `lora_rank` is that of each adapter slot, 0
+    without adapters. `returns_routed`: `forward` returns the experts of each token.
     """
 
     config: ModelConfig

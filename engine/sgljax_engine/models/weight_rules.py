@@ -78,16 +78,7 @@ def hf_rules(model_config: ModelConfig) -> tuple[Rule, ...]:
 def hf_source(
     model_config: ModelConfig, source: Any, rules: Sequence[WeightRule] | None
 ) -> WeightSource:
-    """Weights with their rules; without rules as Hugging Face stores them, its tied tables too.
-
-    Args:
-        model_config: Config of the model.
-        source: A pytree of arrays.
-        rules: Map it onto the model's parameters; None for `hf_rules`.
-
-    Raises:
-        WeightSyncError: for rules that are none; for two tables of a model that has one.
-    """
+    """Weights with their rules; without rules as Hugging Face stores them, its tied tables too."""
     if rules is not None:
         return WeightSource(source, check_rules(rules))
     arrays = flatten_named(source)
@@ -114,12 +105,7 @@ def _multimodal_rules(rules: list[Rule]) -> list[Rule]:
 
 
 def expert_name(stack: str, expert: int | str) -> str:
-    """Hugging Face's name of one expert's tensor.
-
-    Args:
-        stack: The engine's name of all experts' tensors.
-        expert: The expert's index, or "*".
-    """
+    """Hugging Face's name of one expert's tensor; "*" stands for any expert."""
     return stack.replace(".experts.", f".experts.{expert}.")
 
 

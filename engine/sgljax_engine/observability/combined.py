@@ -42,7 +42,6 @@ _SUMS_OF_STATES = (
 
 
 def combine_counters(counters: Sequence[EngineCounters]) -> EngineCounters:
-    """The totals of all engines."""
     values = {}
     for field in dataclasses.fields(EngineCounters):
         each = [getattr(one, field.name) for one in counters]
@@ -52,7 +51,6 @@ def combine_counters(counters: Sequence[EngineCounters]) -> EngineCounters:
 
 
 def combine_memory(reports: Sequence[MemoryReport]) -> MemoryReport:
-    """The memory of all engines."""
     names = (
         "weights_bytes",
         "kv_bytes",
@@ -91,7 +89,6 @@ def combine_states(states: Sequence[EngineState]) -> EngineState:
 
 
 def combine_progress(progresses: Sequence[EngineProgress]) -> EngineProgress:
-    """The progress of the group."""
     if len(progresses) == 1:
         return progresses[0]
     halts = [progress.halted_s for progress in progresses if progress.halted_s is not None]
@@ -101,7 +98,6 @@ def combine_progress(progresses: Sequence[EngineProgress]) -> EngineProgress:
 
 
 def _sums(objects: Sequence[Any], names: Iterable[str]) -> dict[str, Any]:
-    """Sums of fields over all engines."""
     return {name: sum([getattr(each, name) for each in objects]) for name in names}
 
 

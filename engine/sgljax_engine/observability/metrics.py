@@ -1,5 +1,3 @@
-"""Counters of an engine. Written by the engine thread, and copied for callers."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -82,12 +82,10 @@ class Recording(NamedTuple):
 class Recorder:
     """The rings. Any thread may call all methods; appending to a deque takes no lock.
 
-    Attributes:
-        is_on: Whether `slice`, `instant` and `sample` should be called.
+    `slice`, `instant` and `sample` should be called only while it `is_on`.
     """
 
     def __init__(self) -> None:
-        """Starts with recording off."""
         self.is_on = False
         self._begin_s = 0.0
         self._events: deque[RecordedEvent] = deque(maxlen=0)
@@ -96,11 +94,6 @@ class Recorder:
         self._open: dict[str, RecordedEvent] = {}
 
     def start(self, max_events: int = MAX_EVENTS) -> None:
-        """Begins a recording; drops one that is in progress.
-
-        Raises:
-            InvalidRequestError: unless `max_events` is a positive int.
-        """
         if isinstance(max_events, bool) or not isinstance(max_events, int) or max_events < 1:
             raise InvalidRequestError(f"max_events must be an int >= 1, got {max_events!r}")
         self._events, self._samples = deque(maxlen=max_events), deque(maxlen=max_events)
@@ -126,17 +119,14 @@ class Recorder:
         )
 
     def slice(self, track: str, name: str, begin_s: float, end_s: float, args: Args) -> None:
-        """Records an event with a duration."""
         next(self._count)
         self._events.append(RecordedEvent(track, name, begin_s, end_s, args))
 
     def instant(self, track: str, name: str, args: Args) -> None:
-        """Records an instant."""
         now = time.perf_counter()
         self.slice(track, name, now, now, args)
 
     def sample(self, sample: RecordedSample) -> None:
-        """Records the engine's sizes."""
         next(self._count)
         self._samples.append(sample)
 
@@ -146,7 +136,6 @@ class Recorder:
         self._open.setdefault(name, RecordedEvent(STATE_TRACK, name, now, now, args))
 
     def end(self, name: str) -> None:
-        """Ends a state; does nothing if it had not started."""
         started = self._open.pop(name, None)
         if started is not None and self.is_on:
             self.slice(STATE_TRACK, name, started.begin_s, time.perf_counter(), started.args)

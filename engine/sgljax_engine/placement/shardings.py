@@ -51,12 +51,8 @@ _MeshAxes = str | tuple[str, ...] | None
 class Placement(NamedTuple):
     """Devices and dtype of an engine, or of a group of engines.
 
-    Attributes:
-        mesh: The devices of an engine, or of a group, with a split tensor axis where kv heads are
-            copied.
-        dtype: Dtype of weights except norms, of activations and of the KV cache.
-        packs_weights: Whether projections are panels of the JIT-compiled CPU kernels.
-        quantization: One of `config.QUANTIZATIONS`; None keeps projections in `dtype`.
+    The mesh has a split tensor axis where kv heads are copied. `dtype` is that of weights except
+    norms, of activations and of the KV cache.
     """
 
     mesh: Mesh
@@ -66,7 +62,6 @@ class Placement(NamedTuple):
 
     @property
     def replicated(self) -> NamedSharding:
-        """Sharding of arrays replicated on every device of the mesh."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def page_layouts(self, model: ModelConfig, heads_per_row: int) -> tuple[PageLayout, ...]:
@@ -77,7 +72,6 @@ class Placement(NamedTuple):
         )
 
     def kv_sharding(self, kv: KVShape) -> NamedSharding:
-        """Sharding of pages: heads, or rows of them, over tensor axes."""
         return NamedSharding(self.mesh, PartitionSpec(None, self._kv_axes(kv.num_heads)))
 
     @property
@@ -111,22 +105,18 @@ class Placement(NamedTuple):
 
     @property
     def platform(self) -> str:
-        """JAX's name for the kind of device."""
         return self.mesh.devices.flat[0].platform
 
     @property
     def is_own_cpu(self) -> bool:
-        """Whether all devices are CPUs of this process, see `layers.devices`."""
         return all(map(is_own_cpu, self.mesh.devices.flat))
 
     @property
     def num_tensor_shards(self) -> int:
-        """Number of devices that share one weight."""
         return math.prod(self._tensor_shape.values())
 
     @property
     def target(self) -> Target:
-        """The target for which kernels are picked."""
         return Target(
             self.platform,
             self.is_own_cpu,
@@ -140,7 +130,6 @@ class Placement(NamedTuple):
 
     @property
     def _tensor_shape(self) -> dict[str, int]:
-        """Sizes of the tensor axes."""
         return {axis: self.mesh.shape[axis] for axis in TENSOR_AXES if axis in self.mesh.shape}
 
     @property
@@ -153,7 +142,6 @@ class Placement(NamedTuple):
         return _as_axes(kv_axes(self._tensor_shape, num_heads))
 
     def weight_targets(self, specs: Mapping[str, ParamSpec]) -> dict[str, TargetSpec]:
-        """The weight-sync targets of a model's parameters."""
         targets = {}
         for name, spec in specs.items():
             form = _packed_form(spec.kind) if self.packs_weights else Form.LOGICAL
@@ -168,7 +156,6 @@ class Placement(NamedTuple):
         return targets
 
     def _quantized(self, name: str, target: TargetSpec, spec: ParamSpec) -> dict[str, TargetSpec]:
-        """The targets of a quantised weight."""
         axis = 0 if spec.kind is ParamKind.HEAD else len(spec.shape) - 1
         values, scale = (Quantized(spec.shape, axis, is_scale) for is_scale in (False, True))
         shards = PartitionSpec(self._mesh_axes(spec.axes[axis]))
@@ -194,17 +181,12 @@ class Placement(NamedTuple):
         return tuple(None if axis == whole else axis for axis in spec.axes)
 
     def held_bytes(self, arrays: Iterable[Any]) -> int:
-        """Bytes of arrays on the devices that share a weight, with every copy there.
-
-        Args:
-            arrays: Arrays on this mesh, or `jax.ShapeDtypeStruct`s with a sharding.
-        """
+        """Bytes of arrays on the devices that share a weight, with every copy there."""
         return self.num_tensor_shards * sum(
             math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays
         )
 
     def _mesh_axes(self, axis: ParamAxis) -> _MeshAxes:
-        """The mesh axes over which a logical axis is sharded."""
         if axis is None:
             return None
         return self._kv_axes(axis.num_heads) if isinstance(axis, KVHeads) else self._tensor_axes
@@ -220,13 +202,11 @@ def is_quantized(name: str, spec: ParamSpec) -> bool:
 
 
 def _packed_form(kind: ParamKind) -> Form:
-    """How the JIT-compiled CPU kernels take parameters of a kind."""
     if kind is ParamKind.HEAD:
         return Form.TABLE_PANELS
     return Form.PANELS if kind.is_projection else Form.LOGICAL
 
 
 def _as_axes(names: Iterable[str]) -> _MeshAxes:
-    """An entry of a PartitionSpec."""
     axes = tuple(names)
     return axes if len(axes) > 1 else next(iter(axes), None)

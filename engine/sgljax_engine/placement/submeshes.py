@@ -27,22 +27,17 @@ DATA_AXIS = "data"
 
 
 class GroupPlacement(NamedTuple):
-    """The devices of a group of engines.
+    """The devices of each engine of a group, without data axes, and all of them together.
 
-    Attributes:
-        whole: All devices, with data axes that replicate. Weights are made on them together.
-        engines: The devices of each engine, without data axes. One engine has `whole`.
+    The data axes of `whole` replicate: weights are made on all devices together. One engine has
+    `whole`.
     """
 
     whole: Placement
     engines: tuple[Placement, ...]
 
     def split(self, arrays: Mapping[str, jax.Array]) -> list[dict[str, jax.Array]]:
-        """The arrays of each engine, from arrays on `whole`. Copies nothing.
-
-        Args:
-            arrays: Placed by `NamedSharding`s on the mesh of `whole`, replicated over data axes.
-        """
+        """The arrays of each engine, of arrays on `whole` replicated over data axes. No copy."""
         if len(self.engines) == 1:
             return [dict(arrays)]
         parts: list[dict[str, jax.Array]] = [{} for _ in self.engines]
@@ -65,21 +60,11 @@ def place(
 ) -> GroupPlacement:
     """Chooses the devices of each engine.
 
-    Args:
-        model: The model to place.
-        mesh: The caller's mesh. None, or a mesh of no devices, means this process's first device,
-            or its first `tp_size * data_parallel_size` devices. Of a mesh that spans processes, the
-            devices of this process.
-        dtype: Dtype of weights, activations and KV cache.
-        parallel: How to share the devices out. "auto" must have been replaced by a number.
-        runtime: Its backend of projections decides how CPUs store weights; its quantization, what
-            weights are stored as.
-
-    Raises:
-        InvalidConfigError: when the sizes do not share out the devices; when the tensor axis spans
-            processes; when heads, MLP or vocabulary do not divide over the tensor axis, or the
-            number of kv heads neither is a multiple of its size nor divides it; when the backend of
-            projections that was asked for is not available.
+    A mesh of None or no devices means this process's first `tp_size * data_parallel_size` devices;
+    of a mesh that spans processes, the devices of this process. "auto" must have been replaced by a
+    number. Raises InvalidConfigError when the sizes do not share out the devices, when the tensor
+    axis spans processes, when heads, MLP or vocabulary do not divide over it, or the number of kv
+    heads neither is a multiple of its size nor divides it.
     """
     parallel, runtime = parallel or ParallelConfig(), runtime or RuntimeConfig()
     devices, tensor_dim = share_out(mesh, parallel)

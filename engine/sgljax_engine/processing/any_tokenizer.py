@@ -43,7 +43,6 @@ def take_tokenizer(tokenizer: Any) -> Tokenizer:
 
 
 def wrap_tokenizer(tokenizer: Any) -> Tokenizer:
-    """Wraps a user's tokenizer, or raises InvalidConfigError saying what is accepted."""
     adapter = adapter_class(tokenizer)
     if adapter is not None:
         # An adapter has all attributes of the tokenizer inside it, so it is checked first. An

@@ -14,11 +14,7 @@ _CUT_TOKENS = 64
 
 
 def check_text(text: str) -> None:
-    """Refuses a lone surrogate, which no tokenizer can encode.
-
-    Raises:
-        InvalidRequestError: names it and its position.
-    """
+    """Refuses a lone surrogate, which no tokenizer can encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -32,14 +28,6 @@ def check_length(tokenizer: Tokenizer, text: str, max_tokens: int) -> None:
     """Refuses a text of more tokens than allowed, after as few of them as it takes to know.
 
     A text that is only a little too long passes; it is found by its ids.
-
-    Args:
-        tokenizer: Encodes pieces of the text.
-        text: Any text.
-        max_tokens: Tokens that it may have.
-
-    Raises:
-        InvalidRequestError: names size and limit.
     """
     check_text(text)
     limit = max_tokens * MAX_CHARS_PER_TOKEN

@@ -59,7 +59,6 @@ def render(
     template_options: Mapping[str, Any] | None,
     **arguments: bool,
 ) -> Any:
-    """Calls a tokenizer's `apply_chat_template`."""
     check_messages(messages)
     options = dict(template_options or {})
     for name in options:

@@ -42,21 +42,9 @@ def conversation_ids(
     The ids start with the prompt and the output of each assistant message that has `token_ids`;
     only what the template writes between and behind them is tokenized. A message's
     `prompt_token_ids`, if it has them, must be what this function finds for its prompt.
-
-    Args:
-        tokenizer: Renders and encodes.
-        messages: Dicts with `role` and `content`; assistant messages may have `ID_FIELDS`.
-        add_generation_prompt: End with the header of an assistant message.
-        continue_final_message: End behind the content of the last message, an assistant's, so that
-            the model goes on with it.
-        template_options: More variables for the template.
-        max_tokens: A text that is sure to have more is refused before all of it is tokenized; None
-            takes any.
-
-    Raises:
-        InvalidRequestError: for malformed messages or ids, for a prompt that is another one than
-            `prompt_token_ids`, for a template that cannot be divided at a message, and for a text
-            that is too long.
+    `continue_final_message` ends behind the content of the last message, an assistant's. A text
+    that is sure to have more than `max_tokens` is refused before all of it is tokenized. Raises
+    InvalidRequestError.
     """
     check_messages(messages)
     if continue_final_message:
@@ -121,7 +109,6 @@ class _Template:
         self._mark, self._last_mark = f"output{uuid.uuid4().hex}", f"output{uuid.uuid4().hex}"
 
     def ids(self, end: int, add_generation_prompt: bool) -> list[int]:
-        """Token ids of the first messages."""
         text = self._rendered(self._messages[:end], add_generation_prompt)
         return self._tokenizer.encode_conversation(text)
 
@@ -131,7 +118,6 @@ class _Template:
         return self._tokenizer.encode_rendered(text.partition(self._mark)[2])
 
     def open_ids(self, last: int) -> list[int]:
-        """Token ids up to the end of the last message's content."""
         text = self._marked({last: self._last_mark}, last + 1, False).partition(self._last_mark)[0]
         return self._tokenizer.encode_conversation(text + self._content(last))
 

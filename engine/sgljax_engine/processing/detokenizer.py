@@ -13,14 +13,9 @@ _CONTEXT_TOKENS = 8
 
 
 class Detokenizer:
-    """Decodes with a tokenizer. For one thread at a time."""
+    """Decodes with a tokenizer; without one all text is empty. For one thread at a time."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
-        """Keeps the tokenizer.
-
-        Args:
-            tokenizer: None leaves all text empty.
-        """
         self._tokenizer = tokenizer
 
     def text(self, request: Request, finish: FinishReason) -> str:

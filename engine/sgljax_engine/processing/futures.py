@@ -16,24 +16,17 @@ Piece = Callable[[RequestOutput], None]
 
 
 class Answer(NamedTuple):
-    """The receivers of a request's output.
-
-    Attributes:
-        future: Gets the whole output of a request, or the last piece of a streamed one.
-        on_piece: Gets the pieces before it; None if the request is not streamed.
-    """
+    """Receivers of a request's output: the whole or last piece, and the pieces before it."""
 
     future: Future[RequestOutput]
     on_piece: Piece | None = None
 
 
 def resolve(future: Future[_T], result: _T) -> None:
-    """Sets a result unless the caller has cancelled."""
     with contextlib.suppress(InvalidStateError):
         future.set_result(result)
 
 
 def reject(future: Future[Any], error: BaseException) -> None:
-    """Sets an exception unless the caller has cancelled."""
     with contextlib.suppress(InvalidStateError):
         future.set_exception(error)

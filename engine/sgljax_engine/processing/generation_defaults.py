@@ -72,16 +72,7 @@ _OF_BEAMS = frozenset({"length_penalty", "early_stopping", "diversity_penalty", 
 def read_generation_defaults(
     folder: str | Path, model: ModelConfig, *, has_tokenizer: bool
 ) -> SamplingParams:
-    """The parameters of requests that bring none, with one warning for all fields without effect.
-
-    Args:
-        folder: The model's.
-        model: The model's shape, with its end tokens.
-        has_tokenizer: Whether stop strings can be searched for.
-
-    Raises:
-        InvalidConfigError: for a file that cannot be read.
-    """
+    """The parameters of requests that bring none; one warning names all fields without effect."""
     file = _File(read_generation_config(folder), model, has_tokenizer=has_tokenizer)
     params = file.params()
     if file.unused:
@@ -105,7 +96,6 @@ class _File:
         self.unused: list[str] = []
 
     def params(self) -> SamplingParams:
-        """The parameters that the file asks for."""
         fields: dict[str, Any] = {}
         for name, value in self._contents.items():
             for field, asked in self._read(name, value):

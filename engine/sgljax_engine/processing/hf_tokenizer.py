@@ -1,5 +1,3 @@
-"""The engine's interface over a Hugging Face tokenizer."""
-
 from __future__ import annotations
 
 import functools
@@ -15,20 +13,15 @@ _METASPACE = "\u2581"
 
 
 class HFTokenizer:
-    """A Hugging Face tokenizer."""
-
     def __init__(self, tokenizer: Any) -> None:
-        """Wraps a `transformers.PreTrainedTokenizerBase`."""
         self._tokenizer = tokenizer
 
     @property
     def eos_token_id(self) -> int | None:
-        """End-of-sequence id, if there is one."""
         return self._tokenizer.eos_token_id
 
     @property
     def byte_run_ids(self) -> Mapping[int, int]:
-        """The byte of each byte-fallback token, if a run of such tokens is decoded as a whole."""
         return self._byte_run_ids
 
     @functools.cached_property
@@ -43,7 +36,6 @@ class HFTokenizer:
 
     @property
     def special_tokens(self) -> Sequence[str]:
-        """Names of the special tokens."""
         return self._special_tokens
 
     @functools.cached_property
@@ -54,13 +46,11 @@ class HFTokenizer:
 
     @property
     def response_template(self) -> Any:
-        """The response template of the tokenizer's folder; None without one."""
         # transformers has it as an attribute from 5.13 on; before, with what else the folder sets.
         found = getattr(self._tokenizer, "response_template", None)
         return found or getattr(self._tokenizer, "init_kwargs", {}).get("response_template")
 
     def get_chat_template(self, *, has_tools: bool = False) -> str | None:
-        """The source of the chat template; of several, the one that transformers renders."""
         template = getattr(self._tokenizer, "chat_template", None)
         if isinstance(template, list):  # as in tokenizer_config.json
             template = {each["name"]: each["template"] for each in template}
@@ -106,19 +96,15 @@ class HFTokenizer:
             return False
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the tokenizer's special tokens."""
         return list(self._tokenizer.encode(text))
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Token ids of a part of a rendered conversation, without further special tokens."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def encode_conversation(self, text: str) -> list[int]:
-        """Token ids of a rendered conversation; its template adds all special tokens, BOS too."""
         return self.encode_rendered(text)
 
     def check_decode_options(self, options: DecodeOptions) -> None:
-        """Supports all options, which must be bools."""
         check_bools(options)
 
     def decode(self, ids: Sequence[int], options: DecodeOptions = DEFAULT_DECODE_OPTIONS) -> str:
@@ -156,7 +142,6 @@ class HFTokenizer:
         add_generation_prompt: bool,
         template_options: Mapping[str, Any] | None = None,
     ) -> str:
-        """Text of a conversation, rendered with the tokenizer's own chat template."""
         return render(
             self._tokenizer,
             messages,

@@ -58,17 +58,14 @@ class HomeFuture(Future[_T]):
     """A future whose waits raise EngineShutdownError in a forked child, where nobody answers."""
 
     def __init__(self) -> None:
-        """Has no result yet."""
         super().__init__()
         self._home = HomeProcess()
 
     def result(self, timeout: float | None = None) -> _T:
-        """The result, as `Future` gives it."""
         self._home.check()
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """The exception, as `Future` gives it."""
         self._home.check()
         return super().exception(timeout)
 
@@ -91,11 +88,7 @@ _is_ending = False
 
 
 def stop_at_end(each: Stoppable) -> None:
-    """Has an object's threads stopped when the interpreter ends, until `ended` is called.
-
-    Raises:
-        EngineShutdownError: when the interpreter is ending.
-    """
+    """Has an object's threads stopped when the interpreter ends, until `ended` is called."""
     global _home
     _home = HomeProcess()  # where JAX has its threads
     _running[id(each)] = weakref.ref(each)
@@ -103,7 +96,6 @@ def stop_at_end(each: Stoppable) -> None:
 
 
 def check_not_ending() -> None:
-    """Raises EngineShutdownError when the interpreter is ending."""
     if _is_ending:
         raise EngineShutdownError(ENDING)
 

@@ -50,13 +50,11 @@ class _ByteRun:
 class IncrementalDecoder:
     """Decodes a window at the end of the output.
 
-    Attributes:
-        pending: Text after the final text, valid for the tokens so far; later tokens may change it.
-            Only byte runs have such text.
+    `pending` is text after the final text; later tokens may change it. Only byte runs have such
+    text.
     """
 
     def __init__(self, tokenizer: Tokenizer, options: DecodeOptions) -> None:
-        """Starts with no tokens."""
         self.pending = ""
         self._tokenizer = tokenizer
         self._options = options
@@ -70,19 +68,16 @@ class IncrementalDecoder:
         self._skipped: dict[int, bool] = {}
 
     def push(self, ids: Sequence[int]) -> str:
-        """Adds tokens; returns the text that becomes final."""
         if self._bytes:
             return "".join([self._push_token(int(token)) for token in ids])
         self._window.extend(map(int, ids))
         return self._advance()
 
     def flush(self) -> str:
-        """The remaining text when no more tokens come."""
         self._end_run()
         return self._decode(self._window)[self._num_final :]
 
     def open_text(self) -> str:
-        """Text of the tokens so far behind the final text."""
         run = [] if self._run is None or self._run.is_broken else self._run.ids
         return self._decode(self._window + run)[self._num_final :]
 
@@ -184,7 +179,6 @@ class BehindPrompt:
     """
 
     def __init__(self, decoder: IncrementalDecoder, context: Sequence[int]) -> None:
-        """Gives the prompt's last tokens to a decoder that has none."""
         decoder.push(context)
         self._open = decoder.open_text()  # the prompt's, unless the output changes it
         self._held = ""

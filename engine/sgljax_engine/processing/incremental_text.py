@@ -1,5 +1,3 @@
-"""Incremental text of one request while its tokens arrive. This module imports no JAX."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -11,12 +9,10 @@ from sgljax_engine.processing.tokenizer import DEFAULT_DECODE_OPTIONS, DecodeOpt
 
 
 class StopMatch(NamedTuple):
-    """A stop string found in the output.
+    """A stop string found in the output, and the output tokens up to its end.
 
-    Attributes:
-        num_tokens: Output tokens up to and including the one that completed the stop string.
-        stop_string: The stop string. If a token completes several, the one that ends first in the
-            text, and of those the longest.
+    If a token completes several, it is the one that ends first in the text, and of those the
+    longest.
     """
 
     num_tokens: int
@@ -34,10 +30,9 @@ class TextStream:
     decided. With a tokenizer that has `byte_run_ids`, a run of byte tokens waits for its end or its
     first invalid byte, because one such byte turns the whole run into U+FFFD.
 
-    The cost of decoding a token does not depend on its position.
-
-    Attributes:
-        match: The stop string that ends the output, once there is one.
+    A stop string counts only if an output token after `min_tokens` completes it, as in vLLM: with
+    2, the third token or a later one. With `reasoning_tags` stop strings count behind the thoughts
+    alone.
     """
 
     def __init__(
@@ -51,21 +46,6 @@ class TextStream:
         reasoning_tags: tuple[str, str] | None = None,
         context: Sequence[int] = (),
     ) -> None:
-        """Starts with no tokens.
-
-        Args:
-            tokenizer: Tokenizer that decodes the ids.
-            options: Decoding options.
-            stop: Strings that end the output.
-            include_stop: Keep the stop string in the text.
-            min_tokens: A stop string counts only if an output token after this many completes it,
-                as in vLLM: with 2, the third token or a later one.
-            reasoning_tags: Stop strings count behind the thoughts alone; see `SamplingParams`.
-            context: The last tokens before the output; see `prompt_context`.
-
-        Raises:
-            InvalidRequestError: for an empty stop string or a negative `min_tokens`.
-        """
         if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
             raise InvalidRequestError(f"stop must be a list of non-empty strings, got {stop!r}")
         if min_tokens < 0:
@@ -127,11 +107,9 @@ class TextStream:
         return self.take()
 
     def _new(self, final: str, *, is_end: bool = False) -> str:
-        """The part of final text that belongs to the output."""
         return final if self._behind is None else self._behind.take(final, is_end=is_end)
 
     def _pending(self) -> str:
-        """The output's part of the decoder's text that is not final."""
         pending = self._decoder.pending
         return pending if self._behind is None else self._behind.peek(pending)
 
@@ -190,9 +168,8 @@ class TextStream:
 class _Thoughts:
     """Finds where the thoughts at the start of a text end.
 
-    Attributes:
-        end: Characters up to and with the closing mark; 0 where there are no thoughts, and None
-            while they go on or that is open.
+    `end` counts characters up to and with the closing mark: 0 where there are no thoughts, None
+    while they go on or that is open.
     """
 
     def __init__(self, opening: str, closing: str) -> None:
@@ -204,16 +181,13 @@ class _Thoughts:
 
     @property
     def is_decided(self) -> bool:
-        """Whether it is known if there are thoughts."""
         return self._is_inside or self.end is not None
 
     def finish(self) -> None:
-        """No more text comes."""
         if not self.is_decided:
             self.end = 0
 
     def feed(self, text: str) -> None:
-        """Takes the next text."""
         if self.end is not None:
             return
         self._held += text

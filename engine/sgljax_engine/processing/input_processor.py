@@ -33,12 +33,7 @@ _MANY_ITEMS = 10_000
 
 
 class Limits(NamedTuple):
-    """Limits of one request.
-
-    Attributes:
-        max_model_len: Maximum number of prompt plus output tokens.
-        max_kv_tokens: Tokens that the whole KV pool holds.
-    """
+    """Limits of one request; `max_kv_tokens` is what the whole KV pool holds."""
 
     max_model_len: int
     max_kv_tokens: int
@@ -53,7 +48,6 @@ class LogprobArgs(NamedTuple):
     token_ids_logprob: Any = None
 
     def of_each(self, count: int) -> list[LogprobOptions]:
-        """The log-prob options of each prompt."""
         lists = [
             _one_for_each(name, value, count)
             for name, value in zip(self._fields[:3], self[:3], strict=True)
@@ -77,7 +71,10 @@ class LogprobArgs(NamedTuple):
 
 
 class RequestFactory:
-    """Tokenizes and checks requests. Raises InvalidRequestError with the field and its limit."""
+    """Tokenizes and checks requests. Raises InvalidRequestError with the field and its limit.
+
+    The tokenizer's end-of-sequence id joins the model's. `seeds` are for requests without one.
+    """
 
     def __init__(
         self,
@@ -86,14 +83,6 @@ class RequestFactory:
         tokenizer: Tokenizer | None,
         seeds: SeedSource,
     ) -> None:
-        """Makes requests for one engine.
-
-        Args:
-            model: Vocabulary and end-of-sequence ids.
-            limits: Limits of length.
-            tokenizer: For text prompts; its end-of-sequence id joins the model's.
-            seeds: Source of seeds for requests without one.
-        """
         self.limits = limits
         self.seeds = seeds
         self._model = model
@@ -160,11 +149,7 @@ class RequestFactory:
         return requests, is_single and params[0].n == 1
 
     def resume(self, saved: RequestCheckpoint, now_s: float) -> Request:
-        """Rebuilds a request of a checkpoint, as this engine would have made it.
-
-        Raises:
-            InvalidRequestError: when this engine's limits refuse it.
-        """
+        """Rebuilds a request of a checkpoint, as this engine would have made it, or refuses it."""
         ids = self.check_ids(saved.prompt_ids)
         if saved.output_ids:
             self.check_ids(saved.output_ids)
@@ -185,7 +170,6 @@ class RequestFactory:
     def check_scored(
         self, sequences: Any, temperature: Any, start_lens: Any
     ) -> tuple[list[list[int]], list[int]]:
-        """Checked sequences and start lengths of a `score` call."""
         if SamplingParams(temperature=temperature).temperature == 0.0:
             raise InvalidRequestError(f"temperature must be > 0 to score, got {temperature!r}")
         if isinstance(sequences, (str, bytes, Mapping)) or not hasattr(sequences, "__iter__"):
@@ -280,11 +264,7 @@ class RequestFactory:
     def _with_limit(
         self, ids: list[int], params: SamplingParams, *, is_default: bool
     ) -> SamplingParams:
-        """The parameters with a maximum of new tokens; a default is cut to what fits.
-
-        Raises:
-            InvalidRequestError: when min_new_tokens do not fit.
-        """
+        """The parameters with a maximum of new tokens; a default is cut to what fits."""
         if params.max_new_tokens is not None and not is_default:
             return params
         wanted = params.max_new_tokens
@@ -402,7 +382,6 @@ def is_large(prompts: Any) -> bool:
 
 
 def _loras(lora: Any, count: int) -> list[str | None]:
-    """The adapter of each prompt."""
     names = _one_for_each("lora", lora, count)
     for name in names:
         if name is not None and (not isinstance(name, str) or not name):
@@ -411,7 +390,6 @@ def _loras(lora: Any, count: int) -> list[str | None]:
 
 
 def _groups(rid: Any, count: int) -> list[str]:
-    """The id of each prompt: the caller's or a new one."""
     if rid is None:
         return [uuid.uuid4().hex for _ in range(count)]
     groups = [rid] if isinstance(rid, str) else rid

@@ -40,11 +40,8 @@ OnEnd = Callable[[Request, FinishReason], None]
 class _Sent:
     """The sent part of a watched request. Only for the detokenizer thread.
 
-    Attributes:
-        text: Its text; None for a request without text.
-        unsent: Text for the next piece.
-        num_added: Number of tokens in `text`.
-        num_tokens: Number of tokens in the sent pieces.
+    `unsent` is text for the next piece; `num_added` counts tokens in the text, `num_tokens` in the
+    pieces.
     """
 
     text: TextStream | None
@@ -55,15 +52,10 @@ class _Sent:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Record:
-    """A request that a caller waits for.
+    """A request that a caller waits for; the engine thread changes it, and has `failure`.
 
-    Attributes:
-        request: The request, which the engine thread changes.
-        answer: Receiver of its output.
-        failure: Error to answer with, once it is finished. Only for the engine thread.
-        sent: The sent part; None before the first piece of a watched request. Only for the
-            detokenizer thread.
-        is_answered: Whether nothing more is sent. Only for the detokenizer thread.
+    `sent` is None before the first piece of a watched request; it and `is_answered`, after which
+    nothing more is sent, are the detokenizer thread's.
     """
 
     request: Request
@@ -88,11 +80,7 @@ class _News(NamedTuple):
 
 
 class OutputProcessor:
-    """Answers requests. All methods are for the engine thread.
-
-    Attributes:
-        thread: The detokenizer thread; None until `connect` starts one.
-    """
+    """Answers requests. All methods are for the engine thread; `connect` comes first."""
 
     def __init__(
         self,
@@ -100,13 +88,6 @@ class OutputProcessor:
         recorder: Recorder,
         on_finished: Callable[[Request, EngineError | None, float], None],
     ) -> None:
-        """Starts without requests.
-
-        Args:
-            tokenizer: None leaves all text empty.
-            recorder: Records what the detokenizer thread does.
-            on_finished: Called when a request is finished, with its failure and the time.
-        """
         self._detokenizer = Detokenizer(tokenizer)
         self._recorder = recorder
         self._on_finished = on_finished
@@ -119,11 +100,9 @@ class OutputProcessor:
     def connect(self, on_end: OnEnd, thread_name: str | None) -> None:
         """Sets `on_end`, and starts the detokenizer thread. Call it before the first request.
 
-        Args:
-            on_end: Called on the detokenizer thread when a text has a stop string or cannot be
-                decoded. It must not end the request at once, since a dispatch may be running.
-            thread_name: Name of the detokenizer thread; None starts none, and `flush` does its
-                work.
+        `on_end` is called on that thread when a text has a stop string or cannot be decoded. It
+        must not end the request at once, since a dispatch may be running. Without a name there is
+        no thread, and `flush` does its work.
         """
         self._on_end = on_end
         if thread_name is not None:
@@ -133,7 +112,6 @@ class OutputProcessor:
     # ------------------------------------------------------------------ the registry
 
     def add(self, request: Request, answer: Answer) -> None:
-        """Adds a request, and the receiver of its output."""
         self._records[request.rid] = _Record(request, answer)
 
     def hand_over(self, request: Request) -> Answer:
@@ -141,27 +119,22 @@ class OutputProcessor:
         return self._records.pop(request.rid).answer
 
     def find(self, rid: str) -> Request | None:
-        """The unfinished request with an id, if there is one."""
         record = self._records.get(rid)
         return None if record is None else record.request
 
     def holds(self, request: Request) -> bool:
-        """Whether this request object is unfinished."""
         return self.find(request.rid) is request
 
     def check_integrity(self, unfinished: Iterable[Request]) -> None:
-        """Raises EngineError unless callers wait for exactly these requests."""
         if {request.rid: request for request in unfinished} != {
             rid: record.request for rid, record in self._records.items()
         }:
             raise EngineError("the queues have other requests than those that somebody waits for")
 
     def fail(self, request: Request, error: EngineError) -> None:
-        """Sets the error that a request gets once it is finished."""
         self._records[request.rid].failure = error
 
     def requests(self) -> list[Request]:
-        """All requests that callers wait for."""
         return [record.request for record in self._records.values()]
 
     def publish(self, changes: StepChanges) -> None:
@@ -193,7 +166,6 @@ class OutputProcessor:
     def answer_finished(
         self, request: Request, answer: Answer, failure: EngineError | None
     ) -> None:
-        """Answers a request that came finished, from a checkpoint."""
         self._add_end(_Record(request, answer, failure), time.perf_counter())
 
     def _add_end(self, record: _Record, now_s: float) -> None:
@@ -210,16 +182,15 @@ class OutputProcessor:
         news, self._news = self._news, []
         for each in news:
             if self.thread is None:
-                self._take(each)
+                self._handle_or_end(each)
             else:
                 self._queue.put(each)
 
     def close(self, make_error: Callable[[], EngineError]) -> None:
         """Sends finished requests, ends the detokenizer thread, and refuses all others.
 
-        Args:
-            make_error: Makes the error of each unfinished request. If one error were raised on two
-                threads, it would mix up their tracebacks and keep both their frames alive.
+        Each gets an error of its own: one that is raised on two threads would mix up their
+        tracebacks and keep both their frames alive.
         """
         self.flush()
         if self.thread is not None:
@@ -232,10 +203,10 @@ class OutputProcessor:
     # ------------------------------------------------------------------ the detokenizer thread
 
     def _run(self) -> None:
-        while self._take(self._queue.get()):
+        while self._handle_or_end(self._queue.get()):
             pass
 
-    def _take(self, news: _News | None) -> bool:
+    def _handle_or_end(self, news: _News | None) -> bool:
         """Handles one item; False at the end.
 
         It keeps no reference: an answer or error kept while waiting for the next item would keep
@@ -311,7 +282,6 @@ class OutputProcessor:
 
 
 def _output(news: _News, span: slice, text: str, finish: FinishReason | None) -> RequestOutput:
-    """The output tokens of a span, with their text."""
     request = news.record.request
     return RequestOutput(
         rid=request.rid,

@@ -8,7 +8,6 @@ from sgljax_engine.errors import InvalidRequestError
 from sgljax_engine.processing.tokenizer import DecodeOptions, Tokenizer
 
 _MAX_KNOWN = 1024
-"""Stop strings whose tokens are kept."""
 
 
 class SpecialStops:
@@ -18,20 +17,13 @@ class SpecialStops:
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
-        """Knows no string.
-
-        Args:
-            tokenizer: None has no special tokens.
-        """
         self._tokenizer = tokenizer
         self._known: dict[str, int | None] = {}
 
     def ids(self, stop: Sequence[str]) -> list[int]:
         """Ids of the stop strings that are special tokens.
 
-        Raises:
-            InvalidRequestError: for a stop string that holds such a token beside other text: the
-                output would never stop at it.
+        Refuses one that holds such a token beside other text: the output would never stop at it.
         """
         found = [self._id(text) for text in stop]
         return [token for token in found if token is not None]

@@ -1,5 +1,3 @@
-"""Iterators over the pieces of streamed requests, for threads and for asyncio."""
-
 from __future__ import annotations
 
 import asyncio
@@ -53,7 +51,7 @@ class _Pieces:
         self._abandon = abandon
         self._home = HomeProcess("stream")
 
-    def _take(self, event: _Event) -> dict[str, Any] | None:
+    def _to_item(self, event: _Event) -> dict[str, Any] | None:
         """The dict to return; raises the error of a failed request.
 
         None if the stream was closed meanwhile, by another thread or task.
@@ -106,12 +104,11 @@ class TokenStream(_Pieces, Iterator[dict[str, Any]]):
         return _make_answers(len(self._open), self._events.put)
 
     def __next__(self) -> dict[str, Any]:
-        """Waits for the next item."""
         if not self._open:
             raise StopIteration
         self._home.check()
         try:
-            piece = self._take(self._events.get())
+            piece = self._to_item(self._events.get())
         except BaseException:  # the request failed, or an interrupt
             self._end()
             raise
@@ -152,14 +149,13 @@ class AsyncTokenStream(_Pieces, AsyncIterator[dict[str, Any]]):
         return _make_answers(len(self._open), put)
 
     async def __anext__(self) -> dict[str, Any]:
-        """Waits for the next item."""
         if not self._open:
             raise StopAsyncIteration
         self._home.check()
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError("the stream was made in another event loop than this one")
         try:
-            piece = self._take(await self._events.get())
+            piece = self._to_item(await self._events.get())
         except BaseException:  # the request failed, or the task was cancelled
             self._end()
             raise

@@ -12,11 +12,8 @@ from sgljax_engine.sampling_params import SamplingParams
 class DecodeOptions(NamedTuple):
     """How token ids become text.
 
-    Attributes:
-        skip_special_tokens: Leave special tokens out of the text.
-        spaces_between_special_tokens: False asks the tokenizer for no spaces between special
-            tokens. Slow tokenizers of transformers 4 add them by default; those of transformers 5
-            and all fast ones never do and ignore the option.
+    `spaces_between_special_tokens` False asks the tokenizer for no such spaces. Slow tokenizers of
+    transformers 4 add them by default; those of transformers 5 and all fast ones never do.
     """
 
     skip_special_tokens: bool = True
@@ -27,7 +24,6 @@ DEFAULT_DECODE_OPTIONS = DecodeOptions()
 
 
 def decode_options(params: SamplingParams) -> DecodeOptions:
-    """The decoding options of a request."""
     return DecodeOptions(params.skip_special_tokens, params.spaces_between_special_tokens)
 
 
@@ -113,7 +109,6 @@ class Tokenizer(Protocol):
 
 
 def check_bools(options: DecodeOptions) -> None:
-    """Raises InvalidRequestError for an option that is no bool."""
     for field, value in options._asdict().items():
         if not isinstance(value, bool):
             raise InvalidRequestError(f"{field} must be True or False, got {value!r}")

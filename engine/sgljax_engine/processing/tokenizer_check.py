@@ -1,5 +1,3 @@
-"""Whether a tokenizer that a user brings reads texts as the tokenizer.json of its folder does."""
-
 from __future__ import annotations
 
 import json

@@ -33,11 +33,7 @@ _CLASSES_WITH_FLAGS = frozenset(
 
 
 def load_tokenizer(folder: str | Path) -> HFTokenizer | None:
-    """The Hugging Face tokenizer of a model folder; None when the folder has none.
-
-    Raises:
-        InvalidConfigError: for files that cannot be read.
-    """
+    """The Hugging Face tokenizer of a model folder; None when the folder has none."""
     if not any((Path(folder) / name).exists() for name in _TOKENIZER_FILES):
         return None
     return HFTokenizer(load_hf_tokenizer(folder))
@@ -91,7 +87,6 @@ def find_tokenizer_json(name: str | Path) -> Path | None:
 
 
 def read_backend(path: Path) -> Tokenizer:
-    """What `tokenizers` makes of tokenizer.json; raises InvalidConfigError if it cannot."""
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises this class itself

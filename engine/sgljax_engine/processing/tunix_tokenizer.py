@@ -15,13 +15,11 @@ class TunixTokenizer:
     """A tokenizer with Tunix's methods. Prompts start with BOS, if it has a positive id."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """Wraps the tokenizer."""
         self._tokenizer = tokenizer
         self._num_pieces = _num_pieces(tokenizer)
 
     @property
     def eos_token_id(self) -> int | None:
-        """End-of-sequence id, if there is one."""
         eos = self._tokenizer.eos_id()
         return eos if eos is not None and eos >= 0 else None
 
@@ -49,11 +47,9 @@ class TunixTokenizer:
         return None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, after one BOS."""
         return self._with_bos(self._tokenizer.encode(text))
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Token ids of a part of a rendered conversation."""
         return [int(token) for token in self._tokenizer.encode(text)]
 
     def encode_conversation(self, text: str) -> list[int]:
@@ -81,7 +77,6 @@ class TunixTokenizer:
                 )
 
     def decode(self, ids: Sequence[int], options: DecodeOptions = DEFAULT_DECODE_OPTIONS) -> str:
-        """Text of token ids."""
         self.check_decode_options(options)
         return self._tokenizer.decode(self._known(ids))
 
@@ -97,7 +92,6 @@ class TunixTokenizer:
         add_generation_prompt: bool,
         template_options: Mapping[str, Any] | None = None,
     ) -> str:
-        """Text of a conversation, rendered with the tokenizer's own chat template."""
         if not callable(getattr(self._tokenizer, "apply_chat_template", None)):
             raise InvalidRequestError(
                 f"messages need a chat template, and a tokenizer of type "
@@ -125,43 +119,34 @@ class TunixHFTokenizer(TunixTokenizer):
     """Tunix's adapter over a Hugging Face tokenizer: the adapter encodes, the tokenizer decodes."""
 
     def __init__(self, adapter: Any, tokenizer: Any) -> None:
-        """Wraps the adapter and the tokenizer inside it."""
         super().__init__(adapter)
         self._hf = HFTokenizer(tokenizer)
 
     @property
     def byte_run_ids(self) -> Mapping[int, int]:
-        """The byte of each byte-fallback token, if a run of such tokens is decoded as a whole."""
         return self._hf.byte_run_ids
 
     @property
     def special_tokens(self) -> Sequence[str]:
-        """Names of the special tokens."""
         return self._hf.special_tokens
 
     @property
     def response_template(self) -> Any:
-        """The response template of the tokenizer's folder; None without one."""
         return self._hf.response_template
 
     def get_chat_template(self, *, has_tools: bool = False) -> str | None:
-        """The source of the chat template; None without one."""
         return self._hf.get_chat_template(has_tools=has_tools)
 
     def token_bytes(self, token: int) -> bytes | None:
-        """The bytes that a token stands for; None if not known."""
         return self._hf.token_bytes(token)
 
     def check_decode_options(self, options: DecodeOptions) -> None:
-        """Supports all options, which must be bools."""
         self._hf.check_decode_options(options)
 
     def decode(self, ids: Sequence[int], options: DecodeOptions = DEFAULT_DECODE_OPTIONS) -> str:
-        """Text of token ids, without any clean-up of spaces."""
         return self._hf.decode([int(token) for token in ids], options)
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Token ids of a part of a rendered conversation, without further special tokens."""
         return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
 
 
@@ -169,15 +154,12 @@ class SentencePieceTokenizer(TunixTokenizer):
     """A bare SentencePiece processor; its methods have other names."""
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, after one BOS."""
         return self._with_bos(self._tokenizer.EncodeAsIds(text))
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Token ids of a part of a rendered conversation."""
         return self._tokenizer.EncodeAsIds(text)
 
     def decode(self, ids: Sequence[int], options: DecodeOptions = DEFAULT_DECODE_OPTIONS) -> str:
-        """Text of token ids."""
         self.check_decode_options(options)
         return self._tokenizer.DecodeIds(self._known(ids))
 

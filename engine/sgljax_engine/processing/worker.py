@@ -28,18 +28,13 @@ _J = TypeVar("_J", bound=Job)
 class Worker(Generic[_J]):
     """Does jobs in the order in which they come. `put` and `stop` may be called from any thread.
 
-    Attributes:
-        thread: The thread, started by the first job. Thread-local JAX contexts of callers do not
-            apply to it, such as the transfer guard that Tunix sets while it syncs weights.
+    The first job starts the thread. Thread-local JAX contexts of callers do not apply to it, such
+    as the transfer guard that Tunix sets while it syncs weights. A job's result or exception goes
+    to its future.
     """
 
     def __init__(self, do: Callable[[_J], Any], name: str) -> None:
-        """Starts no thread yet.
-
-        Args:
-            do: Does a job; its result or exception goes to the job's future.
-            name: Of the thread.
-        """
+        """Starts no thread yet."""
         self._do = do
         self._jobs: queue.SimpleQueue[_J | None] = queue.SimpleQueue()
         self._condition = threading.Condition()
@@ -58,10 +53,7 @@ class Worker(Generic[_J]):
         """Ends the thread after the queued jobs, and waits for it.
 
         It does not wait while a caller's source is read, which may block for ever. Then that job
-        and those behind it are refused, and the thread ends after the read.
-
-        Args:
-            reason: Message to the refused callers.
+        and those behind it are refused for this reason, and the thread ends after the read.
         """
         with self._condition:
             self._reason = reason
@@ -85,11 +77,7 @@ class Worker(Generic[_J]):
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """A context for reading a caller's source; `stop` does not wait for it.
-
-        Raises:
-            EngineShutdownError: at its end, if `stop` was called meanwhile.
-        """
+        """A context for reading a caller's source: `stop` does not wait for it."""
         with self._condition:
             self._is_reading = True
             self._condition.notify_all()
@@ -102,13 +90,13 @@ class Worker(Generic[_J]):
             raise EngineShutdownError(self._reason)
 
     def _run(self) -> None:
-        while self._take():
+        while self._do_one():
             pass
         with self._condition:
             self._is_over = True
             self._condition.notify_all()
 
-    def _take(self) -> bool:
+    def _do_one(self) -> bool:
         """Does one job; False at the end. Keeps no reference to it."""
         job = self._jobs.get()
         if job is None:

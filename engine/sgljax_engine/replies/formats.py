@@ -134,12 +134,9 @@ _TOOLS: dict[str, dict[str, Any]] = {
 class ReplyFormat(NamedTuple):
     """How a model's replies are read.
 
-    Attributes:
-        template: What stands where.
-        only_known: Whether calls must be of tools that were given: nothing else tells them from
-            other text.
-        opens_thoughts: Whether the chat template's prompts may end in the mark that opens thoughts:
-            models leave it out then, even where it is missing.
+    `only_known`: calls must be of tools that were given, since nothing else tells them from other
+    text. `opens_thoughts`: prompts of the chat template may end in the mark that opens thoughts,
+    which models then leave out, even where it is missing.
     """
 
     template: ResponseTemplate
@@ -148,10 +145,9 @@ class ReplyFormat(NamedTuple):
 
 
 class ReplyReading:
-    """How the replies to one request are read.
+    """How the replies to one request are read; with special tokens where marks are such.
 
-    Attributes:
-        needs_special_tokens: Whether the text must have them, since marks are special tokens.
+    Refuses tools whose calls no template describes. Without schemas there are no tools.
     """
 
     def __init__(
@@ -162,17 +158,6 @@ class ReplyReading:
         thinks: bool,
         skips_special_tokens: bool,
     ) -> None:
-        """Finds the format of the engine's model.
-
-        Args:
-            engine: Has the chat template.
-            schemas: Of the parameters of the tools that the model may call; None for no tools.
-            thinks: Whether thoughts are divided from the content.
-            skips_special_tokens: Whether special tokens that are no marks are left out.
-
-        Raises:
-            InvalidRequestError: for tools whose calls no template describes.
-        """
         source = engine.get_chat_template(has_tools=schemas is not None)
         self._format = find_format(source, engine.response_template)
         if schemas is not None and CALLS not in self._format.template.fields:
@@ -206,11 +191,9 @@ class ReplyReading:
 
 
 def find_format(chat_template: str | None, own: Any = None) -> ReplyFormat:
-    """How the replies of a model are read; those of an unknown one are content as they are.
+    """How a model's replies are read, by `own` of its folder or the source of its chat template.
 
-    Args:
-        chat_template: The source of the model's chat template.
-        own: The `response_template` of its folder; used if it can be.
+    Those of an unknown model are content as they are.
     """
     return _found(chat_template or "", None if own is None else json.dumps(own))
 

@@ -23,13 +23,7 @@ THINK = "<think>"
 
 
 class Found(NamedTuple):
-    """A mark in the text.
-
-    Attributes:
-        start: Where it is; without one, up to where none is.
-        match: The mark; None without one.
-        field: The field that it opens or closes; None for what is dropped.
-    """
+    """A mark, and the field that it opens or closes; without one, none begins before `start`."""
 
     start: int
     match: regex.Match[str] | None = None

@@ -39,15 +39,15 @@ class Split(NamedTuple):
     content: str
 
     def __add__(self, other: Split) -> Split:  # type: ignore[override]
-        """Both texts, each behind the one of its kind."""
         return Split(self.reasoning + other.reasoning, self.content + other.content)
 
 
 class ResponseParser:
     """Reads one output, in time linear in its length. All pieces together give what the whole does.
 
-    Attributes:
-        calls: The calls found so far.
+    The end of the prompt may open a field. Without schemas or `thinks`, calls or thoughts stay in
+    the content; `dropped` are special tokens that are no text. `waits`: a reply may begin in its
+    thoughts without a mark, so nothing is certain until they end. `calls` has at most `max_calls`.
     """
 
     def __init__(
@@ -62,19 +62,6 @@ class ResponseParser:
         waits: bool = False,
         max_calls: int | None = None,
     ) -> None:
-        """Starts behind a prompt.
-
-        Args:
-            template: Says what stands where.
-            prompt: The end of it may open a field.
-            schemas: Of the tools' parameters; None leaves calls in the content.
-            names: The names that calls may have; None for any.
-            dropped: Special tokens that are no text.
-            thinks: False leaves thoughts in the content.
-            waits: Whether a reply may begin in its thoughts without a mark: nothing is certain
-                until they end.
-            max_calls: Calls to give back; None for all.
-        """
         self._schemas, self._names = schemas or {}, names
         self._thoughts = template.fields.get(REASONING) if thinks else None
         self._watches = watches_of(

@@ -52,13 +52,10 @@ _FORMS = ("text", "json", "xml-inline")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mark:
-    """What opens or closes a field.
+    """What opens or closes a field: a pattern, whose matches begin with one of `starts`.
 
-    Attributes:
-        starts: Literal texts; each match begins with one of them.
-        pattern: Matches the mark.
-        growing: With `partial=True`, matches where later text may change the match; None where
-            the mark is one of `starts`, and none of them begins with another.
+    `growing` matches, with `partial=True`, where later text may change the match; None where the
+    mark is one of `starts`, and none of them begins with another.
     """
 
     starts: tuple[str, ...]
@@ -81,12 +78,10 @@ class Mark:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Field:
-    """A field of a template.
+    """A field of a template; `open` is None for the text outside of all others.
 
-    Attributes:
-        open: None for the text outside of all others.
-        tags: What stands behind its opening mark, where arguments are XML; None elsewhere.
-        tag_end: What an argument ends with, as far as it is known.
+    Where arguments are XML, `tags` stand behind its opening mark, and an argument ends with
+    `tag_end`.
     """
 
     name: str
@@ -101,7 +96,6 @@ class Field:
 
     @property
     def marks(self) -> str:
-        """All text of its marks, in which special tokens may be found."""
         marks = [mark.pattern.pattern for mark in (self.open, self.close) if mark is not None]
         return "".join([*marks, json.dumps(dict(self.args), ensure_ascii=False)]).replace("\\", "")
 
@@ -122,11 +116,7 @@ class ResponseTemplate:
 
 
 def load_template(given: Any) -> ResponseTemplate:
-    """Checks a template, and compiles its patterns.
-
-    Raises:
-        InvalidConfigError: names what is wrong, or is not supported.
-    """
+    """Checks a template, and compiles its patterns."""
     try:
         known = {"version", "defaults", "fields", "start_anchor", "start_anchor_pattern"}
         _check(isinstance(given, Mapping) and given.keys() <= known, f"has keys beside {known}")
@@ -206,7 +196,6 @@ def _mark(given: Mapping[str, Any], key: str) -> Mark | None:
 
 
 def literal_mark(texts: list[str]) -> Mark:
-    """A mark that is one of several texts."""
     _check(bool(texts) and all(texts), f"a mark is empty in {texts}")
     pattern = "|".join(regex.escape(text) for text in sorted(texts, key=len, reverse=True))
     may_grow = any(a != b and a.startswith(b) for a in texts for b in texts)
@@ -215,11 +204,7 @@ def literal_mark(texts: list[str]) -> Mark:
 
 
 def starts_of(pattern: str) -> list[str]:
-    """The literal texts that a pattern's matches begin with.
-
-    Raises:
-        ValueError: for a pattern whose matches may begin with anything.
-    """
+    """The literal texts that a pattern's matches begin with."""
     compiled = regex.compile(pattern, regex.DOTALL)
     letters = sorted({*pattern, *_OTHER_TEXT})
 

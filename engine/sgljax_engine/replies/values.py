@@ -29,7 +29,6 @@ class Call(NamedTuple):
     arguments: str
 
     def to_dict(self, index: int) -> dict[str, Any]:
-        """OpenAI's tool call, with a fresh id."""
         return {
             "index": index,
             "id": f"call_{uuid.uuid4().hex[:24]}",
@@ -50,11 +49,7 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
 def read_json(text: str) -> Any:
-    """The value of a JSON text; line breaks inside of strings are allowed.
-
-    Raises:
-        ValueError: for anything that is not JSON, NaN included.
-    """
+    """The value of a JSON text; line breaks inside of strings are allowed."""
     try:
         return _DECODER.decode(text)
     except RecursionError:
@@ -62,23 +57,13 @@ def read_json(text: str) -> Any:
 
 
 class JsonEnd:
-    """Finds the end of a JSON object or list whose text comes in pieces.
+    """Finds the end of a JSON object or list whose text comes in pieces, if it can be JSON.
 
-    Quotes and brackets alone decide; whether it is JSON, `read_json` says.
-
-    Attributes:
-        end: Where it ends; None while it is open.
-        is_broken: Whether it can be no JSON.
-        position: Up to where the text was looked at.
+    Quotes, `delims` and brackets alone decide; whether it is JSON, `read_json` says. The text was
+    looked at up to `position`.
     """
 
     def __init__(self, start: int, delims: tuple[tuple[str, str], ...] = ()) -> None:
-        """Starts before the first character.
-
-        Args:
-            start: Where it is in the text.
-            delims: Pairs of marks around strings, beside quotes.
-        """
         self.end: int | None = None
         self.is_broken = False
         self.position = start
@@ -140,14 +125,7 @@ _compile = functools.cache(regex.compile)
 def read_calls(
     field: Field, text: str, captures: Mapping[str, str], schemas: Schemas
 ) -> list[Call]:
-    """The calls that a field's text means; empty where it is no call.
-
-    Args:
-        field: The field of the calls.
-        text: What stands between its marks.
-        captures: Named groups of the marks.
-        schemas: What the arguments are cast by.
-    """
+    """The calls that a field's text between its marks means; empty where it is no call."""
     try:
         value = _FORMS[field.form](text, field.args)
         values = value if isinstance(value, list) else [value]

@@ -18,13 +18,7 @@ from sgljax_engine.types import Request, RowOutput, StepOutput, StepTimes, TopLo
 
 
 class PendingDecode(NamedTuple):
-    """A decode dispatch that may still run.
-
-    Attributes:
-        result: Arrays of the device.
-        rows: The requests in the order of the device's rows.
-        order: For each row, the index of its request in `SchedulerOutput.decode`.
-    """
+    """A decode dispatch that may still run; `order` has the index in the plan of each row."""
 
     result: DecodeOutput
     rows: Sequence[Request]
@@ -46,14 +40,10 @@ class PendingDecode(NamedTuple):
 
 
 class PendingStep(NamedTuple):
-    """A dispatch that may still run.
+    """A dispatch that may still run; `decode` is None if it only prefills.
 
-    Attributes:
-        decode: Its decode rows; None if it only prefills.
-        wait_for_pages: Waits for what only writes pages. Prefills that queue up on the device
-            could not be paused.
-        weight_version, num_cache_misses, failures: As of `StepOutput`.
-        started_s, scored_s, prefilled_s: As of `StepTimes`.
+    `wait_for_pages` waits for what only writes pages: prefills that queue up on the device could
+    not be paused. Other fields are as of `StepOutput` and `StepTimes`.
     """
 
     decode: PendingDecode | None
@@ -66,7 +56,6 @@ class PendingStep(NamedTuple):
     prefilled_s: float
 
     def wait(self) -> StepOutput:
-        """Waits for the device; raises what failed there."""
         rows: list[RowOutput] = []
         num_draft_steps = None
         if self.decode is None:

@@ -66,16 +66,10 @@ logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """Turns chunks and rows into device programs.
+    """Turns chunks and rows into device programs. Any thread may read `weight_version`.
 
-    Attributes:
-        programs: The compiled programs.
-        kv_memory: Pages, which the programs read and write.
-        scorer: Scores given tokens.
-        routed_reader: Reads the experts of tokens; None if they are not kept.
-        shapes: Sizes of the batches.
-        weights: Physical weights by name.
-        weight_version: Version of the weights; any thread may read it.
+    Weights are physical arrays by name, adapter slots among them, or shapes where programs are only
+    compiled.
     """
 
     def __init__(
@@ -92,21 +86,6 @@ class ModelRunner:
         lowerings: Lowerings | None = None,
         make_zeros: MakeZeros = zeros,
     ) -> None:
-        """Allocates the KV pages.
-
-        Args:
-            static: The static context of the programs.
-            placement: Devices and shardings.
-            weights: Physical weights by name: arrays, or their `jax.ShapeDtypeStruct`s where
-                programs are only compiled.
-            num_pages: KV pages in the pool.
-            num_window_pages: Window pages, the null page included, see `cache.window`; 0 without.
-            num_state_slots: Slots of recurrent states; 0 without.
-            shapes: Sizes of the batches.
-            slots: Room for adapters, which is among the weights; None without.
-            lowerings: Lowered programs of the engine's group; None for a single engine.
-            make_zeros: Makes the KV pages: arrays like the weights.
-        """
         self._slots = slots
         self._static = static
         self._placement = placement
@@ -125,7 +104,7 @@ class ModelRunner:
             make_zeros=make_zeros,
         )
         self.scorer = Scorer(
-            self.run,
+            self.run_program,
             token_buckets=shapes.token_buckets,
             token_block=shapes.token_block,
             max_len=self.max_len,
@@ -133,21 +112,18 @@ class ModelRunner:
             has_adapters=self.has_adapters,
             shares=not self.has_states,
         )
-        self.routed_reader = RoutedReader.make(self.run, static, num_pages)
+        self.routed_reader = RoutedReader.make(self.run_program, static, num_pages)
 
     @property
     def model_config(self) -> ModelConfig:
-        """The model's shape."""
         return self._static.context.config
 
     @property
     def max_len(self) -> int:
-        """Tokens of the longest request, in whole pages."""
         return self.shapes.table_width * self._static.page_size
 
     @property
     def max_steps(self) -> int:
-        """Most decode steps of a dispatch."""
         return self._static.max_steps
 
     def row_tokens(self, size: int) -> tuple[int, ...]:
@@ -156,17 +132,14 @@ class ModelRunner:
 
     @property
     def has_windows(self) -> bool:
-        """Whether sliding layers have window pages, so that batches say which."""
         return self._static.has_windows
 
     @property
     def has_states(self) -> bool:
-        """Whether the model has recurrent states, so that batches say which slots."""
         return self.model_config.linear_attention is not None
 
     @property
     def has_adapters(self) -> bool:
-        """Whether the engine has adapter slots, so that batches say which of them to use."""
         return self._static.context.lora_rank > 0
 
     # ------------------------------------------------------------------ steps
@@ -177,12 +150,8 @@ class ModelRunner:
         """Dispatches what the scheduler planned; `PendingStep.wait` waits for it.
 
         Only prompt log-probs are waited for here. If scoring fails, only its request fails; all
-        other failures are raised, here or by `wait`.
-
-        Args:
-            plan: A plan that is not empty.
-            meanwhile: Called when the device has work, before anything waits for it.
-            is_timed: Wait for the prefill, so that its time does not count as the decode's.
+        other failures are raised, here or by `wait`. `meanwhile` is called when the device has
+        work. `is_timed` waits for the prefill, so that its time does not count as the decode's.
         """
         started_s, num_compiles = time.perf_counter(), self.programs.num_compiles
         failures: Mapping[str, EngineError] = {}
@@ -239,10 +208,6 @@ class ModelRunner:
         return failures
 
     def prefill(self, chunks: Sequence[PrefillChunk], windows: np.ndarray | None = None) -> None:
-        """Dispatches the chunks; does not wait for the device.
-
-        `windows` is `SchedulerOutput.window_pages`.
-        """
         batches = build_prefill_batches(
             chunks,
             buckets=self.shapes.token_buckets,
@@ -255,25 +220,21 @@ class ModelRunner:
             windows=windows,
         )
         for batch in batches:
-            self.run(ProgramCall("prefill", (batch,)))
+            self.run_program(ProgramCall("prefill", (batch,)))
 
     def copy_pages(self, copies: Sequence[PageCopy], windows: np.ndarray | None = None) -> None:
-        """Dispatches page copies; does not wait for the device. No page is source and target.
-
-        `windows` is `SchedulerOutput.window_pages`.
-        """
+        """Dispatches page copies; does not wait for the device. No page is source and target."""
         max_copies, num_pages = self.shapes.batch_buckets[-1], self.kv_memory.num_pages
         args = build_copies(copies, max_copies=max_copies, num_pages=num_pages, windows=windows)
-        self.run(ProgramCall("copy_pages", args))
+        self.run_program(ProgramCall("copy_pages", args))
 
     def copy_states(self, copies: Sequence[StateCopy]) -> None:
         """Dispatches copies of recurrent states; does not wait. No slot is source and target."""
         size = self.shapes.batch_buckets[-1]
         for start in range(0, len(copies), size):
-            self.run(ProgramCall("copy_states", build_state_copies(copies[start:], size)))
+            self.run_program(ProgramCall("copy_states", build_state_copies(copies[start:], size)))
 
     def decode(self, output: SchedulerOutput) -> PendingDecode:
-        """Dispatches the decode rows; does not wait for the device."""
         order = decode_order(output.decode, self._static.page_size)
         rows = [output.decode[index] for index in order]
         batch = build_decode_batch(
@@ -305,14 +266,13 @@ class ModelRunner:
             row_tokens = output.drafts.row_tokens
             drafts = build_draft_batch(sources, size, self.shapes.text_sizes, row_tokens)
         call = ProgramCall("decode", (batch, sampling, options, drafts, *limits))
-        result = self.run(call)
+        result = self.run_program(call)
         for leaf in jax.tree.leaves(result):
             leaf.copy_to_host_async()
         return PendingDecode(result, rows, order)
 
-    def run(self, call: ProgramCall) -> Any:
-        """Dispatches a program and returns its result, which nobody has waited for."""
-        return self.kv_memory.run(call, self.weights)
+    def run_program(self, call: ProgramCall) -> Any:
+        return self.kv_memory.run_program(call, self.weights)
 
     # ------------------------------------------------------------------ weights
 
@@ -321,18 +281,15 @@ class ModelRunner:
         self.weights = dict(weights)
 
     def empty_slots(self) -> dict[str, jax.Array]:
-        """Empty adapter slots; nothing for an engine without adapters."""
         return {} if self._slots is None else empty_slots(self._slots)
 
     def checksum_weights(
         self, asleep: Mapping[str, HostArray] | None = None
     ) -> Callable[[], dict[str, str]]:
-        """Makes checksums of the current weights, each in its logical shape.
+        """Makes checksums of the current weights in logical shapes, see `weights.checksum`.
 
-        See `weights.checksum`. Any thread may call the result if `is_on_one_device`.
-
-        Args:
-            asleep: The weights, if they are on the host: they go through the device one by one.
+        Any thread may call the result if `is_on_one_device`. Weights asleep on the host go through
+        the device one by one.
         """
         targets = self._weight_targets()
         if not asleep:
@@ -348,13 +305,7 @@ class ModelRunner:
         return make
 
     def differing_weights(self, source: Any, rules: Sequence[WeightRule]) -> list[str]:
-        """Names of weights whose bits differ from a mapped pytree of arrays.
-
-        See `checks.differing`.
-
-        Raises:
-            WeightSyncError: when the source does not map onto the weights.
-        """
+        """Names of weights whose bits differ from a mapped pytree of arrays."""
         plan, arrays = WeightPlanner(self._weight_targets()).plan(source, rules)
         return differing(plan, arrays, self.weights)
 
@@ -363,7 +314,6 @@ class ModelRunner:
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of the weights, as `Placement.held_bytes` counts them."""
         return self._placement.held_bytes(self.weights.values())
 
     @property
@@ -372,15 +322,12 @@ class ModelRunner:
         return self._placement.mesh.size == 1
 
     def weights_to_host(self) -> dict[str, HostArray]:
-        """A copy of the weights on the host."""
         return to_host(self.weights, self._host_memory)
 
     def weights_from_host(self, copy: Mapping[str, HostArray]) -> None:
-        """Serves the weights of a host copy again."""
         self.weights = to_device(dict(copy))
 
     def release(self) -> None:
-        """Drops weights, pages and programs."""
         self.weights = {}
         self.kv_memory.drop()
         self.programs.clear()

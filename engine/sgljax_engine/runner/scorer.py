@@ -1,4 +1,8 @@
-"""Scores given tokens, for `Engine.score` and for prompt log-probs. Engine thread only."""
+"""Scores given tokens, for `Engine.score` and for prompt log-probs. Engine thread only.
+
+Sequences with equal prefixes share blocks, but not with recurrent states, which pass from each
+block to the next.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,6 @@ from sgljax_engine.types import NO_ADAPTER, PromptLogprobs, Request
 
 
 class Scorer:
-    """Packs sequences and runs the `score` program on them."""
-
     def __init__(
         self,
         run: Callable[[ProgramCall], ScoreOutput],
@@ -31,18 +33,6 @@ class Scorer:
         has_adapters: bool = False,
         shares: bool = True,
     ) -> None:
-        """Compiles nothing yet.
-
-        Args:
-            run: Runs a program.
-            token_buckets: Prefill sizes, ascending; the last bounds a batch of several sequences.
-            token_block: Tokens of a block.
-            max_len: Tokens of the longest sequence.
-            vocab_size: The model's vocabulary size.
-            has_adapters: Whether the engine has adapter slots.
-            shares: Whether sequences with equal prefixes share blocks; not with recurrent states,
-                which pass from each block to the next.
-        """
         self._has_adapters = has_adapters
         self._shares = shares
         self._run = run
@@ -73,11 +63,7 @@ class Scorer:
         return results
 
     def score_prompt(self, request: Request) -> PromptLogprobs:
-        """The prompt log-probs that a request asks for.
-
-        Raises:
-            NonFiniteLogitsError: if they are not numbers.
-        """
+        """The prompt log-probs that a request asks for."""
         ids, options = request.prompt_ids, request.logprob_options
         # The first token has no predecessor.
         head = [None] if options.start_len == 0 else []
@@ -99,7 +85,6 @@ class Scorer:
         return PromptLogprobs(logprobs, [*head, *more])
 
     def warm_calls(self) -> Iterator[ProgramCall]:
-        """One call for every program without extra log-probs."""
         for size in self._buckets:
             (packed,) = self._pack([[0]], [1], [size])
             yield self._call(packed, 1.0)

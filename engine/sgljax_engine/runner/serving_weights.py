@@ -22,12 +22,6 @@ class AdapterRegistry:
     """Names of loaded adapters, each with a slot of its own."""
 
     def __init__(self, max_loras: int, loaded: tuple[str, ...] = ()) -> None:
-        """Starts with loaded adapters in the first slots.
-
-        Args:
-            max_loras: Slots; 0 for an engine without adapters.
-            loaded: Names of the loaded adapters; at most `max_loras`.
-        """
         self._max_loras = max_loras
         self._slots: dict[str, int] = {name: slot for slot, name in enumerate(loaded)}
 
@@ -37,11 +31,7 @@ class AdapterRegistry:
         return tuple(self._slots)
 
     def find(self, name: str | None) -> int:
-        """The slot of an adapter; `NO_ADAPTER` for None.
-
-        Raises:
-            InvalidRequestError: for an adapter that is not loaded.
-        """
+        """The slot of an adapter; `NO_ADAPTER` for None."""
         if name is None:
             return NO_ADAPTER
         if name not in self._slots:
@@ -50,11 +40,7 @@ class AdapterRegistry:
         return self._slots[name]
 
     def reserve(self, name: str) -> int:
-        """The slot that an adapter has, or that `add` would give it.
-
-        Raises:
-            EngineStateError: when all slots are taken.
-        """
+        """The slot that an adapter has or would get; raises EngineStateError when all are taken."""
         if name in self._slots:
             return self._slots[name]
         free = sorted(set(range(self._max_loras)) - set(self._slots.values()))
@@ -66,11 +52,9 @@ class AdapterRegistry:
         return free[0]
 
     def add(self, name: str, slot: int) -> None:
-        """Notes that a slot holds an adapter."""
         self._slots[name] = slot
 
     def remove(self, name: str) -> None:
-        """Frees the slot of a loaded adapter."""
         del self._slots[name]
 
     def clear(self) -> None:
@@ -81,21 +65,12 @@ class AdapterRegistry:
 class ServingWeights:
     """The weights of a runner, on the devices or asleep on the host.
 
-    Attributes:
-        adapters: Names and slots of the adapters that are among the weights.
-        problem: Why there are no weights until an update succeeds; None if there are.
+    `problem` says why there are none until an update succeeds; None if there are.
     """
 
     def __init__(
         self, runner: ModelRunner, sleep_manager: SleepManager, adapters: AdapterRegistry
     ) -> None:
-        """Serves the runner's weights.
-
-        Args:
-            runner: Has the weights on the devices, and their version.
-            sleep_manager: Has the weights while they sleep.
-            adapters: Adapters that the weights hold.
-        """
         self._runner = runner
         self._sleep_manager = sleep_manager
         self._digest: tuple[int, WeightsDigest] | None = None
@@ -104,16 +79,13 @@ class ServingWeights:
 
     @property
     def version(self) -> int:
-        """Version of the weights; 0 for the first. Any thread."""
         return self._runner.weight_version
 
     @property
     def are_held(self) -> bool:
-        """Whether there are weights, on the devices or on the host."""
         return bool(self._runner.weights) or self._sleep_manager.keeps_weights
 
     def check(self) -> None:
-        """Raises EngineStateError when weights were lost or given up."""
         if self.problem is not None:
             raise EngineStateError(
                 f"the engine has no weights until update_weights succeeds: {self.problem}"
@@ -151,11 +123,7 @@ class ServingWeights:
         return dict(weights) | (self.slots or self._runner.empty_slots())
 
     def with_slots(self, slots: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """The serving weights, on the devices, with other adapters.
-
-        Raises:
-            OffloadError: when the devices have no memory for weights that sleep.
-        """
+        """The serving weights, on the devices, with other adapters, or OffloadError."""
         return (self._runner.weights or self._sleep_manager.load_weights()) | dict(slots)
 
     @property
@@ -173,7 +141,6 @@ class ServingWeights:
     # ------------------------------------------------------------------ sleep and checkpoints
 
     def were_given_up(self) -> None:
-        """Notes that `sleep(level=2)` gave the weights up; an earlier loss stays the reason."""
         self.problem = self.problem or "sleep(level=2) gave them up"
 
     def forget_unmade_digest(self) -> None:

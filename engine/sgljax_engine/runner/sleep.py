@@ -36,19 +36,10 @@ class HostCopies(NamedTuple):
 class SleepManager:
     """Puts weights and KV cache to sleep, and holds their copies.
 
-    Attributes:
-        asleep: Tags that sleep, in the order of `SLEEP_TAGS`; empty while the engine is awake.
-        refuses_requests: New requests are refused, not queued.
+    `asleep` has tags in the order of `SLEEP_TAGS`. `refuses_requests`: new ones are not queued.
     """
 
     def __init__(self, runner: ModelRunner, pool: PagePool, counters: EngineCounters) -> None:
-        """Starts awake.
-
-        Args:
-            runner: Holds the weights, and the KV memory.
-            pool: Knows which pages are used.
-            counters: Gets the seconds that waking takes.
-        """
         self._counters = counters
         self._runner = runner
         self._kv_memory = runner.kv_memory
@@ -59,29 +50,23 @@ class SleepManager:
 
     @property
     def kept_weights(self) -> Mapping[str, HostArray]:
-        """The copies of weights on the host; empty without any."""
         return self._copies.weights or {}
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether the weights are on the host."""
         return bool(self.kept_weights)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of all copies."""
         weights, pages, states = self._copies
         in_pages = 0 if pages is None else pages.nbytes
         in_states = sum(num_bytes(contents) for _, contents in states or ())
         return in_pages + in_states + (0 if weights is None else num_bytes(dict(weights)))
 
     def keep(self, *, weights: bool, pages: bool) -> HostCopies:
-        """Makes the copies to keep during a sleep; changes nothing else.
+        """Makes the copies to keep during a sleep, or raises OffloadError; changes nothing else.
 
         What sleeps already stays as it is, kept or not.
-
-        Raises:
-            OffloadError: when that fails.
         """
         kept_weights, kept_pages, kept_states = self._copies
         with _copying():
@@ -110,13 +95,7 @@ class SleepManager:
         return self._kv_memory.save_pages(self._pool.used_pages, self._window_pages)
 
     def sleep(self, copies: HostCopies, tags: Sequence[SleepTag], *, refuses_requests: bool) -> int:
-        """Frees the memory of what the tags name; returns the bytes. Cannot fail.
-
-        Args:
-            copies: What `keep` returned.
-            tags: What goes to sleep.
-            refuses_requests: See the attribute.
-        """
+        """Frees the memory of what the tags name; returns the bytes. Cannot fail."""
         freed = 0
         if "weights" in tags:
             freed += self._runner.weights_bytes
@@ -129,11 +108,7 @@ class SleepManager:
         return freed
 
     def load_weights(self) -> dict[str, jax.Array]:
-        """Copies the kept weights to the devices; the host's copies stay.
-
-        Raises:
-            OffloadError: when that fails.
-        """
+        """Copies the kept weights to the devices, or raises OffloadError; copies stay."""
         started_s = time.perf_counter()
         try:
             return to_device(dict(self.kept_weights))
@@ -145,15 +120,13 @@ class SleepManager:
 
     @property
     def _window_pages(self) -> np.ndarray | None:
-        return None if self._pool.windows is None else self._pool.windows.of
+        return None if self._pool.windows is None else self._pool.windows.by_page
 
     def prepare_wake_up(self, tags: Sequence[SleepTag]) -> int:
-        """Allocates the memory of all these tags, or of none; returns the bytes.
+        """Allocates the memory of all these tags and returns its bytes, or raises OffloadError.
 
-        `wake_up` or `undo_wake_up` must follow.
-
-        Raises:
-            OffloadError: when that fails. Everything stays asleep and can be woken later.
+        Then everything stays asleep and can be woken later. `wake_up` or `undo_wake_up` must
+        follow.
         """
         started_s = time.perf_counter()
         runner, copies = self._runner, self._copies
@@ -163,7 +136,7 @@ class SleepManager:
                 runner.weights_from_host(copies.weights)
                 taken += runner.weights_bytes
             if "kv_cache" in tags:
-                taken += self._kv_memory.take()
+                taken += self._kv_memory.allocate()
                 if copies.pages is not None:
                     self._kv_memory.load_pages(
                         copies.pages, self._pool.used_pages, self._window_pages
@@ -178,14 +151,12 @@ class SleepManager:
         return taken
 
     def undo_wake_up(self, tags: Sequence[SleepTag]) -> None:
-        """Frees what `prepare_wake_up` allocated."""
         if "weights" in tags:
             self._runner.swap_weights({})
         if "kv_cache" in tags:
             self._kv_memory.release()
 
     def wake_up(self, tags: Sequence[SleepTag]) -> None:
-        """Drops the copies of what `prepare_wake_up` restored."""
         self._woke(tags)
 
     def weights_came(self) -> None:
@@ -193,7 +164,6 @@ class SleepManager:
         self._woke(("weights",))
 
     def release(self) -> None:
-        """Drops all copies; for an engine that ends."""
         self._woke(SLEEP_TAGS)
 
     def _woke(self, tags: Sequence[SleepTag]) -> None:

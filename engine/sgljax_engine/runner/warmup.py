@@ -1,5 +1,3 @@
-"""Compiles a runner's programs ahead of time. Engine thread only."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
@@ -26,35 +24,24 @@ from sgljax_engine.types import Request
 
 
 class Warmup:
-    """Compiles and runs programs before requests need them, and knows which it left out."""
-
     def __init__(self, runner: ModelRunner, *, forbid_compile: bool) -> None:
-        """Compiles nothing yet.
-
-        Args:
-            runner: Has the programs.
-            forbid_compile: Refuse to compile once `run` has run.
-        """
         self._runner = runner
         self._forbid_compile = forbid_compile
         self._has_score = self._has_table = False
 
-    def run(
+    def compile_all(
         self,
         *,
         include_score: bool = False,
         include_table: bool = False,
         progress: ProgressListener | None = None,
     ) -> int:
-        """Compiles and runs every program but those below; returns how many were new.
+        """Compiles and runs every program but those left out; returns how many were new.
 
-        Args:
-            include_score: Those of `Scorer.score` too.
-            include_table: The decode buckets for rows that change logits too.
-            progress: Told of every program.
+        Programs of `Scorer.score`, and decode buckets for rows that change logits, are asked for.
         """
         runner, programs, kv_memory = self._runner, self._runner.programs, self._runner.kv_memory
-        kv_memory.take()
+        kv_memory.allocate()
         before, was_sealed = programs.num_compiles, programs.is_sealed
         programs.is_sealed = False
         try:
@@ -63,7 +50,7 @@ class Warmup:
             with reporting(progress, "compile programs", num_new, "program") as advance:
                 programs.compile(calls, kv_memory.state(runner.weights), lambda: advance(1))
             for call in calls:
-                jax.block_until_ready(runner.run(call))
+                jax.block_until_ready(runner.run_program(call))
             windows = no_windows(kv_memory.num_pages) if self._runner.has_windows else None
             kv_memory.load_pages(kv_memory.save_pages([0], windows), [0], windows)
             if runner.has_states:
@@ -77,10 +64,7 @@ class Warmup:
         return programs.num_compiles - before
 
     def check(self, request: Request) -> None:
-        """Raises CompileForbiddenError if a request needs programs that `run` left out.
-
-        Found out in a step, it would fail all requests of the step. For sealed programs.
-        """
+        """Raises CompileForbiddenError if a request needs programs that `compile_all` left out."""
         options, params = request.logprob_options, request.params
         needs = ""
         if params.changes_logits and not self._has_table:

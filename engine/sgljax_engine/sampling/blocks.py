@@ -30,7 +30,7 @@ def sum_blocks(values_BV: jax.Array, num_shards: int) -> jax.Array:
     return jnp.sum(jnp.sum(in_blocks(values_BV, 0, num_shards), axis=-1), axis=-1)
 
 
-def place(
+def token_at(
     block: jax.Array, offset: jax.Array, vocab_size: int, num_shards: int, size: int = BLOCK
 ) -> jax.Array:
     """The token of an entry of `in_blocks`."""
@@ -41,12 +41,10 @@ def place(
 
 
 def pick_block(blocks: jax.Array, block_B: jax.Array) -> jax.Array:
-    """One block [B, size] of each row."""
     return jnp.take_along_axis(blocks, block_B[:, None, None], axis=1)[:, 0]
 
 
 def pick(values: jax.Array, index: jax.Array) -> jax.Array:
-    """One entry [B] of each row."""
     return jnp.take_along_axis(values, index[:, None], axis=-1)[:, 0]
 
 
@@ -59,7 +57,7 @@ def argmax(values_BV: jax.Array, num_shards: int) -> jax.Array:
     blocks = in_blocks(values_BV, -jnp.inf, num_shards)
     block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1).astype(jnp.int32)
     offset = jnp.argmax(pick_block(blocks, block), axis=-1).astype(jnp.int32)
-    return place(block, offset, values_BV.shape[1], num_shards)
+    return token_at(block, offset, values_BV.shape[1], num_shards)
 
 
 def largest(values_BV: jax.Array, num_shards: int) -> jax.Array:

@@ -60,26 +60,17 @@ class Filters(NamedTuple):
 
     @property
     def has_top_p(self) -> jax.Array:
-        """Whether top-p may remove a token of a row; [B] bool."""
         return (self.top_p[:, 0] < 1.0) | (self.top_p[:, 1] < 0.0)
 
     @property
     def has_min_p(self) -> jax.Array:
-        """Whether min-p may remove a token of a row; [B] bool."""
         return self.min_p_gap[:, 0] > -jnp.inf
 
 
 def make_filters(
     temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray
 ) -> Filters:
-    """The filters of rows, as numpy arrays. Greedy rows keep all: there filters change nothing.
-
-    Args:
-        temperature: [B] float64; 0 is greedy.
-        top_k: [B] integers >= 1; `KEEP_ALL` keeps all.
-        top_p: [B] float64 in (0, 1].
-        min_p: [B] float64 in [0, 1]; 0 keeps all.
-    """
+    """The filters of rows, as numpy arrays. Greedy rows keep all: there filters change nothing."""
     is_greedy = temperature == 0.0
     divisor = np.where(is_greedy, 1.0, temperature)
     logs = np.asarray([math.log(p) if p > 0 else -math.inf for p in min_p.tolist()], np.float64)
@@ -148,7 +139,6 @@ def top_threshold(
 
 
 def _kth_largest(logits_BV: jax.Array, top_BN: jax.Array, top_k: jax.Array) -> jax.Array:
-    """The k-th largest logit [B] of each row; -inf where k keeps all."""
     num_sorted, has_k = top_BN.shape[1], top_k < logits_BV.shape[1]
 
     def find() -> jax.Array:
@@ -182,15 +172,6 @@ def _nucleus(
     First a logit is found, by sums in float32, that surely is in the nucleus, and has not much
     above the nucleus's end below it. The mass above it is added up with 48 bits, and what is
     missing is looked for below it. That is so little that float32 is exact enough there.
-
-    Args:
-        logits: [V] float32.
-        kept: [V] float32, weights of tokens that top-k keeps, else 0.
-        kth: Scalar float32, the smallest logit of these.
-        total: Scalar float32, the sum of `kept`.
-        top_p: [2] float32, a pair.
-        inverse_temperature: [2] float32, a pair.
-        num_shards: As for `sampler.sample`.
     """
     order = _ordered_bits(logits)
 
@@ -236,7 +217,6 @@ def _ordered_bits(values: jax.Array) -> jax.Array:
 
 
 def _float_of_order(order: jax.Array) -> jax.Array:
-    """The inverse of `_ordered_bits`."""
     sign = jnp.uint32(0x80000000)
     return lax.bitcast_convert_type(jnp.where(order & sign, order ^ sign, ~order), jnp.float32)
 

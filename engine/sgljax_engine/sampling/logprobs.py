@@ -16,10 +16,7 @@ from jax import lax
 
 
 class LogprobBatch(NamedTuple):
-    """Which log-probs to report for each row.
-
-    Shape: token_ids: [B, I] int32, in range. ranks: [T] int32; only its length matters.
-    """
+    """Which log-probs to report for each row: token_ids [B, I] int32, as many ranks [T] int32."""
 
     token_ids: jax.Array
     ranks: jax.Array
@@ -38,12 +35,10 @@ class ExtraLogprobs(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """Log-probs of a position.
+    """Log-probs of a position, and those of others if asked for.
 
-    Attributes:
-        raw: [B] float32, log softmax(logits)[token].
-        scaled: [B] float32, log softmax(logits / temperature)[token]; `raw` when greedy.
-        extras: Of other tokens; None if not asked for.
+    Shape: raw: [B] float32, log softmax(logits)[token]. scaled: [B] float32, log softmax(logits /
+    temperature)[token]; `raw` when greedy.
     """
 
     raw: jax.Array
@@ -57,14 +52,7 @@ def token_logprobs(
     temperature: jax.Array,
     batch: LogprobBatch | None = None,
 ) -> Logprobs:
-    """Log-probs of one token per row, and of others.
-
-    Args:
-        logits_BV: [B, V] float32, the model's logits.
-        token: [B] int32.
-        temperature: [B] float32; 0 is greedy.
-        batch: The others; None for none.
-    """
+    """Log-probs of one token per row, and of others, by the model's logits [B, V] float32."""
     peak = jnp.max(logits_BV, axis=-1, keepdims=True)
     divisor = jnp.where(temperature == 0.0, 1.0, temperature)[:, None]
     below = logits_BV - peak

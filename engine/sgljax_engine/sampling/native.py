@@ -17,7 +17,6 @@ from sgljax_engine.sampling.sampler import Sampler, SamplingBatch
 def _draw(
     choices_BV: jax.Array, rows: SamplingBatch, num_shards: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Draws a token of each row, as `Sampler` says."""
     del num_shards  # one device
     threshold = find_threshold(choices_BV, rows.filters)
     numbers = uniform(rows.seed, rows.step)
@@ -33,7 +32,6 @@ def _draw(
 
 
 def find_threshold(choices_BV: jax.Array, filters: Filters) -> jax.Array:
-    """The smallest logit [B] that all filters keep, of logits [B, V] float32 in memory."""
     has_top = filters.has_top(choices_BV.shape[1])
 
     def nothing() -> jax.Array:

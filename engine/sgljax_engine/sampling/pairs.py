@@ -66,7 +66,6 @@ def pair_of(values: jax.Array) -> Pair:
 
 
 def two_sum(a: jax.Array, b: jax.Array) -> Pair:
-    """The exact sum of two float32."""
     total = a + b
     of_b = total - a
     return Pair(total, (a - (total - of_b)) + (b - of_b))
@@ -79,7 +78,6 @@ def _normal(high: jax.Array, low: jax.Array) -> Pair:
 
 
 def _two_product(a: jax.Array, b: jax.Array) -> Pair:
-    """The exact product of two float32."""
     product = a * b
     (a_high, a_low), (b_high, b_low) = _halves(a), _halves(b)
     error = ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low

@@ -7,7 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.sampling.blocks import BLOCK, argmax, in_blocks, pick_block, place
+from sgljax_engine.sampling.blocks import BLOCK, argmax, in_blocks, pick_block, token_at
 from sgljax_engine.sampling.random_bits import random_bits
 
 
@@ -21,12 +21,6 @@ def race(
     block, so that most entries need no random number. Rounding errors of the logits change a draw
     only where they exceed the winner's lead. To invert the cumulative distribution needs one
     number, but there they move the borders of all tokens.
-
-    Args:
-        weights_BV: [B, V] float32 in [0, 1], with a 1 in each row. Weights of 0 are never drawn.
-        seed_B2: [B, 2] uint32.
-        step_B: [B] int32.
-        num_shards: As for `sampler.sample`.
     """
     size = _race_block(weights_BV.shape[1])
     blocks = in_blocks(weights_BV, 0.0, num_shards, size)
@@ -38,7 +32,7 @@ def race(
     block = argmax(jnp.sum(blocks, axis=-1) / arrivals[:, :num_blocks], num_shards)
     inside = pick_block(blocks, block)
     offset = jnp.argmax(inside / arrivals[:, num_blocks:], axis=-1).astype(jnp.int32)
-    return place(block, offset, weights_BV.shape[1], num_shards, size)
+    return token_at(block, offset, weights_BV.shape[1], num_shards, size)
 
 
 def _race_block(vocab_size: int) -> int:

@@ -61,10 +61,8 @@ class Sampled(NamedTuple):
 class Sampler(NamedTuple):
     """The functions of a backend. Hashable.
 
-    Attributes:
-        draw: (logits to draw from [B, V], rows, number of shards) -> tokens [B] int32, and their
-            processed log-probs [B] float32. A row does not depend on the others.
-        logprobs: See `token_logprobs`.
+    `draw` gives tokens [B] int32 and their processed log-probs for logits [B, V] to draw from,
+    rows, and the number of shards. A row does not depend on the others.
     """
 
     draw: Callable[[jax.Array, SamplingBatch, int], tuple[jax.Array, jax.Array]]
@@ -82,16 +80,10 @@ def sample(
 ) -> Sampled:
     """Draws one token per row. The result of a row does not depend on the other rows.
 
-    Args:
-        logits_BV: [B, V] float32, the model's logits.
-        rows: Settings of the rows.
-        step_offset: Scalar int32 added to `rows.step`: the number of steps already done in this
-            dispatch.
-        adjusted_BV: [B, V] float32, the logits to draw from, with -inf for forbidden tokens and at
-            least one finite logit in each row; None draws from the model's logits.
-        num_shards: Devices that share the vocabulary, each an equal part of it.
-        sampler: The functions of a backend; None for XLA's code.
-        others: Further tokens whose log-probs to report; None for none.
+    The number of steps already done in this dispatch, `step_offset`, is added to `rows.step`.
+    `adjusted_BV` are the logits to draw from, with -inf for forbidden tokens and at least one
+    finite logit in each row; None draws from the model's. `num_shards` devices share the
+    vocabulary, each an equal part of it.
     """
     sampler = XLA if sampler is None else sampler
     rows = rows._replace(step=rows.step + step_offset)
@@ -110,7 +102,6 @@ def sample(
 def _draw(
     choices_BV: jax.Array, rows: SamplingBatch, num_shards: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Tokens, and their processed log-probs."""
     is_greedy = rows.temperature == 0.0
     peak = jnp.max(choices_BV, axis=-1)
     scaled_BV = (choices_BV - peak[:, None]) / divisor(rows.temperature)[:, None]
@@ -143,7 +134,6 @@ def find_threshold(
     filters: Filters,
     num_shards: int = 1,
 ) -> jax.Array:
-    """The smallest logit [B] that all filters keep; arguments as of `top_threshold`."""
     top = lax.cond(
         jnp.any(filters.has_top(choices_BV.shape[1])),
         lambda: top_threshold(choices_BV, weights_BV, filters, num_shards),

@@ -42,14 +42,7 @@ class SamplingTable(NamedTuple):
 def adjust_logits(
     logits_BV: jax.Array, table: SamplingTable, stop_ids_BS: jax.Array, num_output_B: jax.Array
 ) -> jax.Array:
-    """Logits [B, V] after masks, biases and penalties.
-
-    Args:
-        logits_BV: [B, V] float32, finite.
-        table: Settings of the rows.
-        stop_ids_BS: [B, S] int32, padded with -1.
-        num_output_B: [B] int32, tokens that each row has generated.
-    """
+    """Logits [B, V] after masks, biases and penalties; `num_output_B` tokens were generated."""
     vocab_size = logits_BV.shape[1]
     rows = jnp.arange(logits_BV.shape[0], dtype=jnp.int32)[:, None]
     edited = _pick(logits_BV, table.edit_ids) + table.edit_values

@@ -14,14 +14,12 @@ class TokenCounts:
     """
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
-        """Counts the tokens of a prompt."""
         self._places = {token: index for index, token in enumerate(dict.fromkeys(prompt_ids))}
         self._ids = np.fromiter(self._places, np.int32, len(self._places))
         self._counts = np.zeros(len(self._ids), np.int32)
         self._num_counted = 0
 
     def __len__(self) -> int:
-        """Number of distinct tokens seen."""
         return len(self._places)
 
     @property
@@ -35,7 +33,6 @@ class TokenCounts:
         return self._counts[: len(self)]
 
     def update(self, output_ids: Sequence[int]) -> None:
-        """Counts the output tokens added since the last call."""
         for token in output_ids[self._num_counted :]:
             place = self._places.setdefault(token, len(self._places))
             if place == len(self._ids):

@@ -27,18 +27,12 @@ class AnswerLengths:
     """Lengths of finished answers, by prompt. Engines of a group share it; any thread."""
 
     def __init__(self) -> None:
-        """Knows nothing."""
         self._lock = threading.Lock()
         self._lengths: OrderedDict[int, tuple[int, ...]] = OrderedDict()
         self._mean: float | None = None
 
     def add(self, prompt_key: int, num_tokens: int) -> None:
-        """Notes the length of an answer.
-
-        Args:
-            prompt_key: The request's.
-            num_tokens: Output tokens.
-        """
+        """Notes the length of an answer."""
         with self._lock:
             known = self._lengths.pop(prompt_key, ())
             self._lengths[prompt_key] = (*known, num_tokens)[-_MAX_LENGTHS:]
@@ -48,7 +42,6 @@ class AnswerLengths:
             self._mean = mean + (num_tokens - mean) * _MEAN_RATE
 
     def is_known(self, prompt_key: int) -> bool:
-        """Whether an answer to the prompt has finished."""
         with self._lock:
             return prompt_key in self._lengths
 
@@ -57,10 +50,6 @@ class AnswerLengths:
 
         The mean of all answers counts as one of the prompt's. A sample that runs counts as at least
         as long as it is. Nothing known gives 0.
-
-        Args:
-            prompt_key: The prompt.
-            running: Output tokens so far of the prompt's samples that run.
         """
         with self._lock:
             known, mean = self._lengths.get(prompt_key, ()), self._mean or 0.0
@@ -71,11 +60,5 @@ class AnswerLengths:
 
 
 def expected_remaining(expected: float, num_tokens: int, num_remaining: int) -> float:
-    """Expected tokens that a request still generates.
-
-    Args:
-        expected: Expected output tokens in all, of a sample of its prompt.
-        num_tokens: Output tokens so far.
-        num_remaining: The most tokens that it may still generate.
-    """
+    """Expected tokens that a request still generates."""
     return min(max(expected, _OUTLIVED * num_tokens) - num_tokens, num_remaining)

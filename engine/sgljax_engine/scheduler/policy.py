@@ -27,13 +27,11 @@ class AdmissionPolicy:
     """Estimates the KV demand of running requests. Owned by the scheduler."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        """Starts at `config.init_new_token_ratio`."""
         self._config = config
         self.new_token_ratio = config.init_new_token_ratio
 
     @property
     def init_new_token_ratio(self) -> float:
-        """The ratio at the start and after a flush."""
         return self._config.init_new_token_ratio
 
     def on_decode(self) -> None:
@@ -63,13 +61,6 @@ class DispatchPacer:
     """
 
     def __init__(self, config: SchedulerConfig, prefill_sizes: Sequence[int]) -> None:
-        """Starts without any measured times.
-
-        Args:
-            config: Config with `max_dispatch_s` and `decode_steps`.
-            prefill_sizes: Sizes of prefills in tokens, ascending: a prefill takes as long as the
-                smallest size that holds it.
-        """
         self._config = config
         self._prefill_sizes = tuple(prefill_sizes)
         self._step_s: dict[int, float] = {}
@@ -92,7 +83,6 @@ class DispatchPacer:
         return max(fitting, default=self._prefill_sizes[0])
 
     def on_dispatch(self, output: SchedulerOutput, step: StepOutput) -> None:
-        """Learns from the time of a dispatch."""
         num_steps = step.num_steps
         prefilled, num_rows = self._padded(output.prefill_tokens), len(output.decode)
         num_tokens = prefilled + num_steps * num_rows

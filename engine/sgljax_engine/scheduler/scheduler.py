@@ -51,11 +51,8 @@ _ROWS_PER_ADMISSION = 16
 class _Prefill:
     """The prefill of a dispatch while it is planned.
 
-    Attributes:
-        budget: Remaining tokens.
-        num_tokens: Tokens taken, in whole blocks.
-        chunks, copies, early_copies: What the device does.
-        ends: Number of computed tokens that each request gets to.
+    `budget` is the remaining tokens; `num_tokens` were taken, in whole blocks. `ends` has the
+    number of computed tokens that each request gets to.
     """
 
     budget: int
@@ -67,17 +64,14 @@ class _Prefill:
 
 
 class Scheduler:
-    """Queues, running batch and what each request does next.
+    """Queues, running batch and what each request does next; only user of the pages in `pool`.
 
-    Invariant (see `check_integrity`): exactly the running requests have pages.
+    Invariant (see `check_integrity`): exactly the running requests have pages. They are in order of
+    arrival, oldest first. Unless `admits_new`, only started requests go on, retracted ones
+    included.
 
-    Attributes:
-        admits_new: Whether new requests may start. If False, only started requests go on, retracted
-            ones included.
-        policy: Room that admission keeps free.
-        pacer: Work of a dispatch.
-        waiting: The queue.
-        running: The batch in order of arrival, oldest first.
+    A chunk costs its length rounded up to whole blocks of `token_block`; `prefill_sizes` waste no
+    padding.
     """
 
     def __init__(
@@ -91,19 +85,6 @@ class Scheduler:
         speculator: Speculator | None = None,
         lengths: AnswerLengths | None = None,
     ) -> None:
-        """Starts empty.
-
-        Args:
-            config: Limits of the batch.
-            pool: The pages; this scheduler is its only user.
-            token_block: Tokens of one request in a block of the prefill programs: a chunk costs its
-                length rounded up to whole blocks.
-            max_prefill_tokens: Largest token budget of a dispatch, a multiple of `token_block`.
-            prefill_sizes: Token budgets that waste no padding, ascending multiples of
-                `token_block`, the last at least `max_prefill_tokens`; see `DispatchPacer`.
-            speculator: Has drafts for small batches; None without speculation.
-            lengths: Of answers, which the engines of a group share; None knows its own alone.
-        """
         self._config = config
         self._pool = pool
         self._token_block = token_block
@@ -121,13 +102,11 @@ class Scheduler:
     # ------------------------------------------------------------------ queue changes
 
     def add(self, request: Request) -> None:
-        """Puts a new request at the end of the waiting queue."""
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
         self.waiting.append(request)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """Removes a request from queue or batch, and frees its pages."""
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
             self._pool.release(request)
@@ -151,12 +130,7 @@ class Scheduler:
         self.waiting.put_back(request)
 
     def start_over(self, failed: Iterable[Request], reason: FinishReason) -> None:
-        """Frees all pages and rebuilds the queues, after a failure that left them in doubt.
-
-        Args:
-            failed: Requests that the failure finishes.
-            reason: Their finish reason.
-        """
+        """Frees all pages and rebuilds the queues, after a failure that left them in doubt."""
         over = {id(request) for request in failed}
         left = [request for request in self.requests() if id(request) not in over]
         num_running = sum(1 for request in self.running if id(request) not in over)
@@ -181,17 +155,14 @@ class Scheduler:
 
     @property
     def max_running_requests(self) -> int:
-        """Rows of the largest batch."""
         return self._config.max_running_requests
 
     @property
     def num_started(self) -> int:
-        """Number of requests that run, or ran and were retracted."""
         return len(self.running) + self.waiting.num_returned
 
     @property
     def has_work(self) -> bool:
-        """Whether `schedule` finds something to do."""
         return bool(self.running or self._num_startable)
 
     @property
@@ -206,7 +177,6 @@ class Scheduler:
         return max(1, min(num_rows // _ROWS_PER_ADMISSION, self._num_startable))
 
     def reset_policy(self) -> None:
-        """Forgets what admission has learnt; for a flush of the cache."""
         self.policy = AdmissionPolicy(self._config)
 
     # ------------------------------------------------------------------ one dispatch
@@ -246,7 +216,7 @@ class Scheduler:
             retracted=retracted,
             started=started,
             max_finished=self._max_finished(len(decode)),
-            window_pages=None if self._pool.windows is None else self._pool.windows.of,
+            window_pages=None if self._pool.windows is None else self._pool.windows.by_page,
             early_copies=plan.early_copies,
             states=None if self._pool.states is None else self._pool.states.take_copies(),
         )
@@ -319,7 +289,6 @@ class Scheduler:
         return len(request.pages) * self._pool.page_size - request.kv_len
 
     def _most_tokens(self, num_steps: int) -> int:
-        """Most tokens that a row may generate in a dispatch with this many steps and drafts."""
         most = num_steps * TOKENS_PER_STEP
         # Window pages are counted for steps of one token.
         return most if self._pool.windows is None else min(most, self._config.decode_steps)
@@ -444,7 +413,6 @@ class Scheduler:
     # ------------------------------------------------------------------ integrity
 
     def check_integrity(self) -> None:
-        """Raises EngineError when queues, statuses and pages contradict one another."""
         self._pool.check_integrity(self.running)
         for request in self.waiting:
             if request.pages or request.num_computed:
@@ -462,7 +430,6 @@ def _arrival(request: Request) -> int:
 
 
 def _take_pages(request: Request) -> None:
-    """Clears a request's pages, which the pool has forgotten."""
     request.pages, request.num_computed, request.routed = array("i"), 0, None
     request.state_slot = NO_STATE
 

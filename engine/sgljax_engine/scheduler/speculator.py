@@ -1,5 +1,3 @@
-"""Decides which dispatches verify drafts, and from which sources. Engine thread only."""
-
 from __future__ import annotations
 
 import math
@@ -17,7 +15,7 @@ from sgljax_engine.types import Request, SchedulerOutput, StepOutput
 
 
 class Speculator:
-    """Plans the drafts of an engine, and learns how well they do."""
+    """Plans the drafts of an engine, and learns how well they do; a group shares its drafters."""
 
     def __init__(
         self,
@@ -26,14 +24,6 @@ class Speculator:
         row_tokens: Mapping[int, Sequence[int]],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Starts without requests.
-
-        Args:
-            config: Names the drafters.
-            drafters: Drafters that keep references, by name; all engines of a group share them.
-            row_tokens: By batch size, ascending, the tokens of a row in a step to choose from.
-            clock: Seconds that pass.
-        """
         self._drafters = drafters
         self._drafts_own = "ngram" in config.speculative_drafters
         self._is_measured = config.speculation == "auto"
@@ -46,7 +36,6 @@ class Speculator:
     # ------------------------------------------------------------------ requests
 
     def add(self, request: Request) -> None:
-        """Adds a request."""
         text = self._texts[request.rid] = RequestText(request.prompt_ids)
         text.update(request.output_ids)
         _add_sources(request)  # of tokens of a checkpoint
@@ -54,14 +43,12 @@ class Speculator:
             drafter.add(text)
 
     def finish(self, request: Request) -> None:
-        """Removes a finished request."""
         reason = request.finish
         is_answered = reason is not None and reason.type in ("stop", "length")
         version = request.token_versions[-1] if is_answered and request.output_ids else None
         self._end(request, End(version=version))
 
     def hand_over(self, request: Request) -> None:
-        """Removes a request that goes to another engine."""
         self._end(request, End(is_moved=True))
 
     def _end(self, request: Request, end: End) -> None:

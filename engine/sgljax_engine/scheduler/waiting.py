@@ -30,14 +30,12 @@ class WaitingQueue:
     """
 
     def __init__(self) -> None:
-        """Starts empty."""
         self._returned: list[Request] = []
         # Not a dict: finding its first entry skips over all entries removed before it.
         self._new: OrderedDict[str, Request] = OrderedDict()
         self._num_same_prompt: Counter[int] = Counter()
 
     def __len__(self) -> int:
-        """Number of requests in the queue."""
         return len(self._returned) + len(self._new)
 
     def __iter__(self) -> Iterator[Request]:
@@ -47,12 +45,10 @@ class WaitingQueue:
 
     @property
     def num_returned(self) -> int:
-        """Number of requests in the queue that ran before."""
         return len(self._returned)
 
     @property
     def returned(self) -> Sequence[Request]:
-        """Requests in the queue that ran before."""
         return self._returned
 
     @property
@@ -67,7 +63,6 @@ class WaitingQueue:
 
     @property
     def num_new(self) -> int:
-        """Number of requests in the queue that have never run here."""
         return len(self._new)
 
     def take_newest(self, count: int) -> list[Request]:
@@ -90,7 +85,6 @@ class WaitingQueue:
             self._num_same_prompt[request.prompt_key] += 1
 
     def remove(self, request: Request) -> None:
-        """Removes a request from either queue."""
         if self._new.pop(request.rid, None) is None:
             self._returned.remove(request)
         if not request.output_ids:
@@ -125,12 +119,9 @@ class StartOrder(Protocol):
 
 
 class FirstCome:
-    """In order of arrival."""
-
     def first(
         self, waiting: WaitingQueue, running: Sequence[Request], num_arrivals: int, count: int
     ) -> list[Request]:
-        """The oldest requests."""
         return list(itertools.islice(waiting, count))
 
 
@@ -146,12 +137,6 @@ class LongestFirst:
     """
 
     def __init__(self, lengths: AnswerLengths, max_later: int) -> None:
-        """Ranks by lengths that others add.
-
-        Args:
-            lengths: Of finished answers.
-            max_later: Most places by which a request starts later than in order of arrival.
-        """
         self._lengths = lengths
         self._max_later = max_later
 
@@ -206,12 +191,7 @@ def _next_left(request: Request, others: Iterator[Request], taken: set[str]) -> 
 
 
 def make_start_order(config: SchedulerConfig, lengths: AnswerLengths) -> StartOrder:
-    """The order that `config.schedule_policy` names.
-
-    Args:
-        config: Of the scheduler.
-        lengths: Of finished answers.
-    """
+    """The order that `config.schedule_policy` names."""
     if config.schedule_policy == "fcfs":
         return FirstCome()
     return LongestFirst(lengths, _MAX_BATCHES_LATER * config.max_running_requests)

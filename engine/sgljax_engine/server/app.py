@@ -111,5 +111,4 @@ class _SameSite:
 
 
 def _host_name(host: str) -> str:
-    """A `Host` header without its port."""
     return host.partition("]")[0] if host.startswith("[") else host.partition(":")[0]

@@ -44,8 +44,6 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BodyLimits:
-    """Counts of a JSON body."""
-
     max_containers: int  # objects and lists
     max_members: int  # of all objects
     max_strings: int  # names of fields included
@@ -71,13 +69,9 @@ class BodyLimits:
 
 
 async def whole_body(scope: Scope, receive: Receive, config: ServerConfig) -> Receive | None:
-    """Reads the whole body of a request.
+    """Reads the whole body of a request, to give it again in one piece; None if the client is gone.
 
-    Returns:
-        What gives the body again, in one piece; None if the client is gone.
-
-    Raises:
-        HTTPError: 413 above `max_body_bytes`, 408 after `body_timeout_s`.
+    Raises HTTPError: 413 above `max_body_bytes`, 408 after `body_timeout_s`.
     """
     limit, parts = config.max_body_bytes, list[Message]()
     # What is left of a body is not read: the connection is of no more use.
@@ -109,11 +103,7 @@ async def whole_body(scope: Scope, receive: Receive, config: ServerConfig) -> Re
 
 
 def read_body(body: bytes, kind: TypeAdapter[Any], limits: BodyLimits) -> Any:
-    """The checked body of a request. Any thread.
-
-    Raises:
-        HTTPError: 400 with the field's name, value and limit.
-    """
+    """The checked body, or HTTPError 400 with the field's name, value and limit. Any thread."""
     if len(body) > SMALL_BYTES:
         _check_counts(body, limits)
     try:
@@ -220,7 +210,6 @@ def _check_text(path: str, text: str) -> None:
 
 
 def _walk(value: Any, path: str, *, with_strings: bool) -> Iterator[tuple[str, Any]]:
-    """All objects in a value, and its strings, each with its path."""
     left = [(path, value)]
     while left:
         path, value = left.pop()

@@ -44,8 +44,6 @@ class ResponseFormat(Body):
 
 
 class ChatRequest(OpenAIRequest):
-    """Body of `/v1/chat/completions`."""
-
     foreign: ClassVar[Mapping[str, ForeignField]] = CHAT
     only: ClassVar[Mapping[str, tuple[Sequence[str], str]]] = {
         "tool_choice": (("none", "auto"), NO_FORCED_CALL)
@@ -87,7 +85,6 @@ class ChatRequest(OpenAIRequest):
 
 
 def chat_routes(context: ServerContext) -> APIRouter:
-    """The route."""
     router = APIRouter(route_class=OpenAIRoute)
 
     @router.post("/v1/chat/completions")
@@ -110,8 +107,6 @@ def _warn_of_strict() -> None:
 
 
 class _ChatAnswer:
-    """A request, and how its outputs are written."""
-
     def __init__(self, context: ServerContext, body: ChatRequest) -> None:
         engine = context.engine
         self._body = body
@@ -179,7 +174,6 @@ class _ChatAnswer:
         )
 
     def answer(self, outputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """The whole reply."""
         return {
             **openai.head("chat.completion", self._id, self._model),
             "choices": [self._choice(index, output) for index, output in enumerate(outputs)],
@@ -212,7 +206,6 @@ class _ChatAnswer:
         }
 
     async def events(self, pieces: PieceStream) -> AsyncIterator[str]:
-        """The reply as a stream of chunks."""
         head = openai.head("chat.completion.chunk", self._id, self._model)
         parsers = [self._parser() for _ in range(self._num_samples)]
         for index in range(self._num_samples):

@@ -29,8 +29,6 @@ _DEFAULT_MAX_TOKENS = 16
 
 
 class CompletionRequest(OpenAIRequest):
-    """Body of `/v1/completions`."""
-
     foreign: ClassVar[Mapping[str, ForeignField]] = COMPLETION
 
     prompt: str | TokenIds | Texts | ListsOfTokenIds = Field(
@@ -46,7 +44,6 @@ class CompletionRequest(OpenAIRequest):
 
 
 def completion_routes(context: ServerContext) -> APIRouter:
-    """The route."""
     router = APIRouter(route_class=OpenAIRoute)
 
     @router.post("/v1/completions")
@@ -61,15 +58,11 @@ def completion_routes(context: ServerContext) -> APIRouter:
 
 @dataclasses.dataclass
 class _Progress:
-    """The part of an output that a stream has sent.
+    """The part of an output that a stream has sent; `offset` counts characters for log-probs.
 
-    Attributes:
-        offset: Characters that log-probs have counted.
-        utf8: Has the bytes of a character that is not whole yet.
-        is_started: Whether the first piece was sent.
-        broken: The end of an echoed prompt of ids that is a part of a character, until it is known
-            whether the output completes it.
-        output_ids: The output's tokens until then.
+    `utf8` has the bytes of a character that is not whole yet. `broken` is the end of an echoed
+    prompt of ids that is a part of a character, until it is known whether the output, `output_ids`,
+    completes it.
     """
 
     offset: int = 0
@@ -82,8 +75,6 @@ class _Progress:
 
 
 class _CompletionAnswer:
-    """A request, and how its outputs are written."""
-
     def __init__(self, context: ServerContext, body: CompletionRequest) -> None:
         self._body = body
         self._texts = context.token_texts
@@ -136,7 +127,6 @@ class _CompletionAnswer:
         )
 
     def answer(self, outputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """The whole reply."""
         return {
             **openai.head("text_completion", self._id, self._model),
             "choices": [
@@ -146,7 +136,6 @@ class _CompletionAnswer:
         }
 
     async def events(self, pieces: PieceStream) -> AsyncIterator[str]:
-        """The reply as a stream of chunks."""
         head = openai.head("text_completion", self._id, self._model)
         progress = [_Progress() for _ in range(self.job.num_samples)]
         last: dict[int, Output] = {}

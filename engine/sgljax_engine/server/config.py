@@ -73,7 +73,6 @@ class ServerConfig:
         return cls(**options)
 
     def __post_init__(self) -> None:
-        """Raises InvalidConfigError naming the option, its value and its limit."""
         for name in ("host", "model_name"):
             value = getattr(self, name)
             _check(isinstance(value, str) and value, name, "text", value)
@@ -125,7 +124,6 @@ def _check(is_right: object, name: str, what: str, value: object) -> None:
 
 
 def open_file_limit() -> int:
-    """Files and connections that the process may have open."""
     if resource is None:
         return _WINDOWS_FILES
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

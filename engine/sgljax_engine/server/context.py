@@ -79,7 +79,6 @@ class _Work:
         self._is_over = self._is_interrupted = False
 
     def __call__(self) -> object:
-        """On a thread."""
         with self._lock:
             work, self._work = self._work, None
             if work is None:
@@ -118,8 +117,7 @@ class Workers:
     async def run(self, work: Callable[[], _T], timeout_s: float | None = None) -> _T:
         """Does work on a thread; interrupts it when it takes too long, or its client is gone.
 
-        Raises:
-            TooSlowError: after `timeout_s`, the wait for a thread included.
+        TooSlowError comes after `timeout_s`, the wait for a thread included.
         """
         task = _Work(work)
         try:
@@ -164,7 +162,6 @@ class ServerContext:
         self.version_labels: dict[int, str] = {}
 
     async def served_names(self) -> list[str]:
-        """Names of the model and of the loaded adapters."""
         state = await self.engine.async_get_internal_state()
         return [self.config.model_name, *state.adapters]
 
@@ -184,10 +181,8 @@ class ServerContext:
     ) -> _T:
         """Calls a function that tokenizes; on another thread unless the request is small.
 
-        A chat template is a program, which may take long whatever the request's size.
-
-        Raises:
-            HTTPError: 400 for a chat template that does not end.
+        A chat template is a program, which may take long whatever the request's size: then
+        HTTPError 400.
         """
         if not has_template and request.state.num_bytes <= SMALL_BYTES:
             return make()
@@ -213,7 +208,7 @@ class ServerContext:
         if stream:
             pieces = await self.generation.stream(request, call.job)
             return EventStream(call.events(pieces), pieces, self.engine.weight_version)
-        outputs = await self.generation.run(request, call.job)
+        outputs = await self.generation.generate(request, call.job)
         versions = [output["meta_info"]["weight_version"] for output in outputs]
         known = [version for version in versions if version is not None]
         version = max(known, default=self.engine.weight_version)

@@ -71,7 +71,6 @@ class MemoryOccupation(Body):
 
 
 def control_routes(context: ServerContext) -> APIRouter:
-    """The routes that the admin key opens."""
     router, engine = APIRouter(route_class=AdminRoute), context.engine
 
     @router.post("/pause_generation")
@@ -154,8 +153,6 @@ def control_routes(context: ServerContext) -> APIRouter:
 
 
 def _add_vllms(router: APIRouter, engine: Engine) -> None:
-    """Adds vLLM's names."""
-
     @router.post("/sleep")
     async def sleep(
         level: Annotated[Literal["1", "2"], Query()] = "1",
@@ -229,7 +226,6 @@ def _folder(root: Path | None, given: str) -> Path:
 
 
 def _update_mode(body: UpdateWeightsFromDisk) -> tuple[Any, bool | None]:
-    """`mode` and `flush_cache` of `Engine.update_weights`."""
     names = ("mode", "block_generation", "abort_all_requests")
     given = {name: getattr(body, name) for name in names if getattr(body, name)}
     if body.block_generation is False:

@@ -26,7 +26,6 @@ class FirstErrorOnly(FailFast):
     """Else 50,000 wrong ids make as many errors. Pydantic's has no hash: no union can hold it."""
 
     def __hash__(self) -> int:
-        """All are equal."""
         return hash(FailFast)
 
 
@@ -38,13 +37,10 @@ Texts = Annotated[list[str], FirstErrorOnly()]
 class Body(BaseModel):
     """A JSON object. Nothing is converted: a number as text is refused.
 
-    null stands for a field that is not given, unless the field is required.
-
-    Attributes:
-        foreign: Fields of other servers, by name. They are left out where they ask for nothing.
-        empty_is_null: Own fields for which an empty text is null.
-        nested: Fields that a client may take for fields of this body, and where they are.
-        only: Own fields with few of the values that other servers take; these, and why.
+    null stands for a field that is not given, unless the field is required. Fields of other servers
+    (`foreign`) are left out where they ask for nothing. `nested` are fields that a client may take
+    for fields of this body, and where they are; `only` are own fields with few of the values that
+    other servers take: these, and why.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -118,7 +114,6 @@ class SamplingFields(Body):
     spaces_between_special_tokens: bool | None = None
 
     def given(self) -> dict[str, Any]:
-        """The sampling fields that are given, for `SamplingParams.from_dict`."""
         values = {name: getattr(self, name) for name in SamplingFields.model_fields}
         return {name: value for name, value in values.items() if value is not None}
 

@@ -40,15 +40,7 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """The prompts of an HTTP request, as arguments of `Engine.generate`.
-
-    Attributes:
-        input_ids: Token ids of each prompt; the other lists have one entry a prompt too.
-        sampling_params: Its parameters.
-        rids: Its id; see `new_rids`.
-        logprobs: Arguments of `Engine.generate` about log-probs, by name.
-        lora: Its adapter.
-    """
+    """The prompts of an HTTP request, as arguments of `Engine.generate`; lists by prompt."""
 
     input_ids: list[list[int]]
     sampling_params: list[SamplingParams]
@@ -58,11 +50,9 @@ class Job:
 
     @property
     def num_samples(self) -> int:
-        """Outputs that it has."""
         return sum(params.n for params in self.sampling_params)
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments of `Engine.generate`."""
         return {
             "input_ids": self.input_ids,
             "sampling_params": self.sampling_params,
@@ -90,13 +80,11 @@ class Generation:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def run(self, request: Request, job: Job) -> list[dict[str, Any]]:
+    async def generate(self, request: Request, job: Job) -> list[dict[str, Any]]:
         """All outputs of a job, in order; see `RequestOutput.to_dict`.
 
-        Raises:
-            HTTPError: 503 when there are too many requests, or generation is halted too long.
-            ClientGoneError: when the client is gone; its requests are aborted.
-            EngineError: as `Engine.generate`.
+        Raises HTTPError 503 when there are too many requests, or generation is halted too long, and
+        ClientGoneError when the client is gone; its requests are aborted.
         """
         limit_s = self._halt_timeout(request)
         with self._admitted(job):
@@ -176,11 +164,9 @@ class PieceStream(AsyncIterator[dict[str, Any]]):
     """An engine's stream that counts as open until it is closed."""
 
     def __init__(self, pieces: Any, halt: _HaltLimit, admitted: contextlib.ExitStack) -> None:
-        """The context `admitted` was entered, and is left when the stream is closed."""
         self._pieces, self._halt, self._admitted = pieces, halt, admitted
 
     async def __anext__(self) -> dict[str, Any]:
-        """Waits for the next piece; raises HTTPError when generation is halted too long."""
         try:
             return await anext(self._pieces)
         except StopAsyncIteration:
@@ -197,14 +183,11 @@ class EventStream(StreamingResponse):
     """Server-sent events, which end when the client is gone, also while there is none to send."""
 
     def __init__(self, events: AsyncIterator[str], pieces: PieceStream, version: int) -> None:
-        """The events are made of the pieces, which are closed at the end, however that comes."""
         headers = {"Cache-Control": "no-cache", VERSION_HEADER: str(version)}
         super().__init__(with_errors(events), media_type="text/event-stream", headers=headers)
         self._pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events."""
-
         async def send_in_time(message: Message) -> None:
             async with asyncio.timeout(_SEND_TIMEOUT_S):
                 await send(message)

@@ -85,7 +85,6 @@ def _content_security_policy(html: str) -> str:
 
 
 def info_routes(context: ServerContext) -> APIRouter:
-    """Routes of the data key."""
     router = APIRouter(route_class=DataRoute)
     _add_model_routes(router, context)
     _add_state_routes(router, context)
@@ -153,7 +152,7 @@ def _add_state_routes(router: APIRouter, context: ServerContext) -> None:
         params = SamplingParams(max_new_tokens=1, temperature=0.0)
         rids = new_rids(1, "health-")
         job = Job(input_ids=[[0]], sampling_params=[params], rids=rids)
-        await context.generation.run(request, job)
+        await context.generation.generate(request, job)
         return Response()
 
     @router.get("/is_sleeping")

@@ -27,8 +27,6 @@ from sgljax_engine.server.routes import OpenAIRoute
 
 
 class TextPart(Body):
-    """A part of a message; of OpenAI's kinds only text."""
-
     foreign: ClassVar[Mapping[str, ForeignField]] = TEXT_PART
     only: ClassVar[Mapping[str, tuple[Sequence[str], str]]] = {"type": (("text",), TEXT_ONLY)}
 
@@ -44,8 +42,6 @@ class FunctionCall(Body):
 
 
 class ToolCall(Body):
-    """A call that an assistant message made."""
-
     foreign: ClassVar[Mapping[str, ForeignField]] = TOOL_CALL
 
     id: str | None = None
@@ -112,8 +108,6 @@ class Message(Body):
 
 
 class FunctionDefinition(Body):
-    """A function that the model may call."""
-
     foreign: ClassVar[Mapping[str, ForeignField]] = TOOL
 
     name: str
@@ -123,8 +117,6 @@ class FunctionDefinition(Body):
 
 
 class Tool(Body):
-    """A tool that the model may call."""
-
     foreign: ClassVar[Mapping[str, ForeignField]] = TOOL
 
     type: Literal["function"]
@@ -165,8 +157,6 @@ def conversation_tokens(
 
 
 class Tokenize(Body):
-    """Body of `/tokenize`: a prompt, or a conversation."""
-
     foreign: ClassVar[Mapping[str, ForeignField]] = TOKENIZE
 
     model: str | None = None
@@ -185,7 +175,6 @@ class Tokenize(Body):
         return self
 
     def tokens(self, engine: Engine) -> list[int]:
-        """The ids."""
         max_tokens = TOKENIZE_FACTOR * engine.max_model_len
         if self.prompt is not None:
             return engine.tokenize(
@@ -203,14 +192,11 @@ class Tokenize(Body):
 
 
 class Detokenize(Body):
-    """Body of `/detokenize`."""
-
     model: str | None = None
     tokens: TokenIds
 
 
 def tokenizer_routes(context: ServerContext) -> APIRouter:
-    """VLLM's routes, whose fields have OpenAI's names."""
     router, engine = APIRouter(route_class=OpenAIRoute), context.engine
 
     @router.post("/tokenize")

@@ -19,8 +19,6 @@ Output = Mapping[str, Any]
 
 
 class StreamOptions(Body):
-    """Options for the end of a stream."""
-
     foreign: ClassVar[Mapping[str, ForeignField]] = STREAM_OPTIONS
 
     include_usage: bool = False
@@ -53,12 +51,10 @@ class OpenAIRequest(SamplingFields):
 
 
 def head(kind: str, rid: str, model: str) -> dict[str, Any]:
-    """The first fields of a reply."""
     return {"id": rid, "object": kind, "created": int(time.time()), "model": model}
 
 
 def reply_id(prefix: str) -> str:
-    """A fresh id of a reply."""
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
@@ -110,7 +106,6 @@ def token_id_name(token: int) -> str:
 
 
 def token_name(body: OpenAIRequest, texts: TokenTexts, token: int) -> str:
-    """The name of a token in log-probs."""
     return token_id_name(token) if body.return_tokens_as_token_ids else texts[token]
 
 

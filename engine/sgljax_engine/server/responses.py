@@ -1,5 +1,3 @@
-"""Errors, JSON and streams as HTTP responses."""
-
 from __future__ import annotations
 
 import json
@@ -64,7 +62,6 @@ class HTTPError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """`param` names the wrong field, and `code` None is the status."""
         if len(message) > _MAX_MESSAGE_CHARS:
             message = f"{message[:_MAX_MESSAGE_CHARS]}..."
         super().__init__(message)
@@ -112,7 +109,6 @@ def error_body(error: HTTPError) -> dict[str, Any]:
 
 
 def error_response(error: HTTPError) -> JSONResponse:
-    """The reply."""
     return JSONResponse(error_body(error), error.status, headers=error.headers)
 
 
@@ -229,12 +225,9 @@ def _is_type(part: Any) -> bool:
 
 
 def to_json(value: Any) -> str:
-    """Compact JSON; ASCII, so that no text can break it.
+    """Compact JSON; ASCII, so that no text can break it. ValueError for NaN and infinity.
 
     A log-prob of -inf is -9999.0, OpenAI's number for what is very unlikely.
-
-    Raises:
-        ValueError: for NaN and infinity, which no reply may hold.
     """
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False)
@@ -261,7 +254,6 @@ def reply(value: Any, weight_version: int) -> Response:
 
 
 def event(value: Any) -> str:
-    """A server-sent event with a JSON value."""
     return f"data: {to_json(value)}\n\n"
 
 

@@ -29,13 +29,10 @@ _MAX_NAME_LEN = 64
 
 
 class OpenRoute(APIRoute):
-    """A route that needs no key.
+    """A route that needs no key; `key` names that of others, a field of `ServerConfig`.
 
-    Attributes:
-        key: Name of the key that opens it, a field of `ServerConfig`; None opens it to all.
-        uses_openai_words: Whether its errors name OpenAI's fields.
-        takes_anything: Whether query parameters and bodies that nothing reads are let pass: health
-            checks of load balancers may carry some.
+    `takes_anything` lets query parameters and bodies pass that nothing reads: health checks of load
+    balancers may carry some.
     """
 
     key: ClassVar[Literal["api_key", "admin_key"] | None] = None
@@ -91,8 +88,6 @@ class DataRoute(OpenRoute):
 
 
 class OpenAIRoute(DataRoute):
-    """A route of OpenAI's."""
-
     uses_openai_words = True
 
 
@@ -117,7 +112,6 @@ class _ReadRequest(Request):
 
 
 def _check_key(headers: Headers, name: str, key: str | None) -> None:
-    """Raises HTTPError 401 for those who lack a key; None lets everybody pass."""
     if key is None:
         return
     authorization = headers.get("authorization", "")
@@ -140,7 +134,6 @@ def _holds_list(hint: Any) -> bool:
 
 
 def _fields_of(hint: Any) -> frozenset[str]:
-    """Names of the fields of a body; none without one."""
     kinds = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type)]
     return frozenset(
         name for kind in kinds if issubclass(kind, BaseModel) for name in kind.model_fields
@@ -156,13 +149,7 @@ def _check_is_json(content_type: str | None) -> None:
 
 
 def _check_query(given: QueryParams, query: Mapping[str, bool], fields: frozenset[str]) -> None:
-    """Refuses a parameter that the route does not read, or whose value it would not.
-
-    Args:
-        given: The client's.
-        query: Parameters that the route reads, and whether each may be given several times.
-        fields: Of the route's body.
-    """
+    """Refuses a parameter that the route does not read, or whose value it would not."""
     for name in given:
         if name in query:
             count = len(given.getlist(name))

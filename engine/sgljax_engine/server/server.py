@@ -107,11 +107,9 @@ class Server:
         return [each for each in found if each >= 0]
 
     def __enter__(self) -> Server:
-        """Returns the server."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Stops."""
         self.stop()
 
     # ------------------------------------------------------------------ the thread
@@ -195,8 +193,6 @@ class _EndsPolitely:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Says when it listens."""
-
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.is_up = asyncio.Event()

@@ -56,8 +56,6 @@ class SGLangSampling(SamplingFields):
 
 
 class GenerateReqInput(Body):
-    """Body of `/generate`."""
-
     foreign: ClassVar[Mapping[str, ForeignField]] = GENERATE
     empty_is_null: ClassVar[frozenset[str]] = frozenset({"model", "rid", "lora_path"})
     nested: ClassVar[Mapping[str, str]] = dict.fromkeys(
@@ -102,7 +100,6 @@ class GenerateReqInput(Body):
 
 
 def generate_routes(context: ServerContext) -> APIRouter:
-    """The route that generates."""
     router = APIRouter(route_class=DataRoute)
 
     @router.post("/generate")
@@ -116,8 +113,6 @@ def generate_routes(context: ServerContext) -> APIRouter:
 
 
 class _GenerateAnswer:
-    """A request, and how its outputs are written."""
-
     def __init__(self, context: ServerContext, body: GenerateReqInput) -> None:
         engine = context.engine
         if body.return_routed_experts and not engine.returns_routed_experts:
@@ -151,7 +146,6 @@ class _GenerateAnswer:
         )
 
     def answer(self, outputs: list[dict[str, Any]]) -> Any:
-        """The whole reply."""
         for output in outputs:
             self._write(output)
         return outputs[0] if self._is_single else outputs

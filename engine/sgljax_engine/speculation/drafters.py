@@ -37,11 +37,10 @@ class Drafter(Protocol):
 
 
 class End(NamedTuple):
-    """How a request ended.
+    """How a request ended: moved to another engine, where it is added again, or with an answer.
 
-    Attributes:
-        is_moved: Whether it goes to another engine, where it is added again.
-        version: The weights that sampled its last token, if it has its whole answer; else None.
+    `version` is that of the weights that sampled its last token, if it has its whole answer; else
+    None.
     """
 
     is_moved: bool = False
@@ -55,13 +54,11 @@ class SiblingDrafter:
     """
 
     def __init__(self) -> None:
-        """Knows nobody yet."""
         self._lock = threading.Lock()
         self._running: dict[PromptKey, list[RequestText]] = {}
         self._finished: dict[PromptKey, deque[RequestText]] = {}
 
     def add(self, text: RequestText) -> None:
-        """Adds a request to those with its prompt."""
         with self._lock:
             self._running.setdefault(text.key, []).append(text)
 
@@ -89,16 +86,11 @@ class HistoryDrafter:
     """Answers of earlier calls to the same prompt: of earlier steps and epochs.
 
     An answer is kept once all samples of its prompt are finished, or as many as are kept of one
-    prompt; until then it is a sibling's. The bytes that all answers take are limited: the prompt
-    that was answered the longest time ago is forgotten first.
+    prompt; until then it is a sibling's. The bytes that all keys and answers take are limited: the
+    prompt that was answered the longest time ago is forgotten first.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """Starts empty.
-
-        Args:
-            max_bytes: Most bytes that prompts' keys and answers take.
-        """
         self._lock = threading.Lock()
         self._max_bytes = max_bytes
         self._answers: OrderedDict[PromptKey, deque[Answer]] = OrderedDict()
@@ -108,16 +100,13 @@ class HistoryDrafter:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that keys and answers take, at most `max_bytes`."""
         return self._num_bytes
 
     def add(self, text: RequestText) -> None:
-        """Counts an unfinished request of the prompt."""
         with self._lock:
             self._num_unfinished[text.key] += 1
 
     def finish(self, text: RequestText, end: End) -> None:
-        """Keeps the answer of a request that has a whole one."""
         with self._lock:
             if end.version is not None and text.num_output:
                 answer = Answer(end.version, text.reference.copy())
@@ -150,31 +139,20 @@ class HistoryDrafter:
             answers = list(self._answers.get(text.key, ()))
         return [_around(answer.tokens, text.num_output) for answer in answers]
 
-    def dump(self) -> dict[PromptKey, list[Answer]]:
-        """All answers by prompt, the oldest prompt first."""
-        with self._lock:
-            return {key: list(answers) for key, answers in self._answers.items()}
-
     def clear(self) -> None:
-        """Forgets all answers."""
         with self._lock:
             self._answers.clear()
             self._num_bytes = 0
 
     def load(self, answers: Mapping[PromptKey, Iterable[Answer]]) -> None:
-        """Takes the answers of a `dump`, within the limit of bytes."""
+        """Takes answers by prompt, the oldest first, within the limit of bytes."""
         with self._lock:
             for key, each in answers.items():
                 self._keep(key, each)
 
 
 class Answer(NamedTuple):
-    """An earlier answer.
-
-    Attributes:
-        version: The weights that sampled its last token.
-        tokens: int32, the end of the prompt and the output.
-    """
+    """The end of an earlier prompt and its output, and the weights that sampled its last token."""
 
     version: int
     tokens: np.ndarray

@@ -15,25 +15,15 @@ TOKENS_PER_STEP = 4
 
 
 def row_tokens(num_rows: int, num_drafts: int, max_tokens: int) -> tuple[int, ...]:
-    """Tokens of a row in a step, ascending: 1 without drafts, and the sizes to choose from.
-
-    Args:
-        num_rows: Rows of the batch.
-        num_drafts: Most drafts of a row.
-        max_tokens: Most tokens of a step.
-    """
+    """Tokens of a row in a step, ascending: 1 without drafts, and the sizes to choose from."""
     most = min(1 + num_drafts, max_tokens // num_rows)
     return (1, *sorted({size for size in (-(-most // 4), most) if size > 1}))
 
 
 class RowDrafts(NamedTuple):
-    """Sources of one row's drafts.
+    """Sources of one row's drafts, int32, the newest or most useful last.
 
-    Attributes:
-        history: Earlier answers to the prompt, int32, the newest last.
-        siblings: Other samples of the group, int32, the most useful last.
-        own: The row's own last tokens, int32, its newest last.
-        drafts_own: Whether to draft from them.
+    `own` are the row's last tokens, drafted from if `drafts_own`.
     """
 
     history: Sequence[np.ndarray]
@@ -43,13 +33,7 @@ class RowDrafts(NamedTuple):
 
 
 class StepDrafts(NamedTuple):
-    """Drafts of a dispatch.
-
-    Attributes:
-        rows: Of each decode row.
-        row_tokens: Tokens of a row in a step.
-        max_steps: Most steps; few where the dispatch is to find out how fast they are.
-    """
+    """Drafts of a dispatch; few steps where it is to find out how fast they are."""
 
     rows: Sequence[RowDrafts]
     row_tokens: int
@@ -57,11 +41,10 @@ class StepDrafts(NamedTuple):
 
 
 class RowVerified(NamedTuple):
-    """Results of a row's drafts in a dispatch.
+    """Results of a row's drafts in a dispatch, for each of `config.DRAFTERS`.
 
-    Attributes:
-        sources: For each token 0, or 1 plus the index in `config.DRAFTERS` of who drafted it.
-        num_drafted: Drafts that were verified, for each of `config.DRAFTERS`.
+    `sources` has for each token 0, or 1 plus the index of who drafted it; `num_drafted` were
+    verified.
     """
 
     sources: list[int]

@@ -29,21 +29,16 @@ class _Size:
 class Speeds:
     """Seconds for a token of each row, by the number of tokens of a row in a step.
 
-    A multi-armed bandit: the fastest size is taken, and the others are tried now and then.
+    A multi-armed bandit: the fastest size is taken, and the others are tried now and then. The
+    first size is without drafts.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        """Knows nothing yet.
-
-        Args:
-            sizes: Tokens of a row in a step; the first is without drafts.
-        """
         self._sizes = {size: _Size() for size in sizes}
         self._plain = sizes[0]
         self._count = 0
 
     def pick(self) -> int:
-        """The size of the next dispatch."""
         for size, known in self._sizes.items():
             if known.num_trials < _FIRST_TRIALS or known.due <= self._count:
                 return size

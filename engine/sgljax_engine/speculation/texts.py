@@ -17,14 +17,9 @@ PromptKey = bytes
 
 
 class RequestText:
-    """Prompt and output of a request. Its engine's thread updates it, any thread may read it.
-
-    Attributes:
-        key: The same for requests with the same prompt.
-    """
+    """Prompt and output of a request. Its engine's thread updates it, any thread may read it."""
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
-        """Without output."""
         prompt = np.asarray(prompt_ids, np.int32)
         self.key: PromptKey = hashlib.blake2b(prompt.tobytes(), digest_size=16).digest()
         self._num_prompt = self._size = len(prompt)
@@ -53,5 +48,4 @@ class RequestText:
 
     @property
     def num_output(self) -> int:
-        """Output tokens."""
         return self._size - self._num_prompt

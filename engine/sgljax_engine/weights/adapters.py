@@ -37,20 +37,13 @@ A_SUFFIX, B_SUFFIX = ".lora_a", ".lora_b"
 
 
 class AdapterSlots(NamedTuple):
-    """The adapter slots of an engine. Hashable.
-
-    Attributes:
-        max_loras: Number of slots.
-        max_rank: Rank of each slot.
-        targets: Specifications of A and B by the projection's name, without ".weight".
-    """
+    """The adapter slots of an engine, by the projection's name without ".weight". Hashable."""
 
     max_loras: int
     max_rank: int
     targets: tuple[tuple[str, TargetSpec, TargetSpec], ...]
 
     def specs(self) -> dict[str, TargetSpec]:
-        """Specs of A and B of all projections, by their names among the engine's weights."""
         return {
             f"{name}{suffix}": spec
             for name, *both in self.targets
@@ -61,12 +54,9 @@ class AdapterSlots(NamedTuple):
 class _Step(NamedTuple):
     """How to make the factors of one projection from a pair.
 
-    Attributes:
-        name: Name of the projection.
-        a, b: Source names.
-        parts: A or B, an axis of it, and the index that is taken there; in this order.
-        a_axes, b_axes: Axes of A and B in the projection's order, without the rank.
-        scale: Factor that is multiplied into B.
+    `parts` are A or B, an axis of it, and the index that is taken there; in this order. `a_axes`
+    and `b_axes` are the axes of A and B in the projection's order, without the rank. B is
+    multiplied by `scale`.
     """
 
     name: str
@@ -81,11 +71,8 @@ class _Step(NamedTuple):
 class AdapterPlan(NamedTuple):
     """A checked plan from a source's pairs to a slot.
 
-    Attributes:
-        steps: One for each projection that the adapter changes.
-        slots: The engine's slots.
-        load: (serving A and B by name, sources, slot) -> A and B with the adapter in its slot, and
-            for each step whether its factors are finite.
+    `load` takes serving A and B by name, sources and slot, and gives A and B with the adapter in
+    its slot, and for each step whether its factors are finite.
     """
 
     steps: tuple[_Step, ...]
@@ -102,14 +89,8 @@ class AdapterPlan(NamedTuple):
     ) -> Weights:
         """Makes the engine's A and B with the adapter in a slot; waits for them. Engine thread.
 
-        Args:
-            source: Arrays by name.
-            serving: The engine's A and B, which stay unchanged.
-            slot: Where the adapter goes.
-            check_finite: Refuse factors that hold NaN or infinity.
-
-        Raises:
-            WeightSyncError: when computing them fails, or factors are not finite.
+        The serving ones stay unchanged. Raises WeightSyncError when that fails, or factors are not
+        finite.
         """
         pairs = [(source[step.a], source[step.b]) for step in self.steps]
         try:
@@ -152,7 +133,6 @@ def slots_of(weights: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def empty_slots(slots: AdapterSlots) -> Weights:
-    """Slots without any adapter: zeros."""
     shapes = slot_shapes(slots)
 
     def zeros() -> Weights:
@@ -163,7 +143,6 @@ def empty_slots(slots: AdapterSlots) -> Weights:
 
 
 def slot_shapes(slots: AdapterSlots) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes, dtypes and shardings of the slots' arrays."""
     return {name: spec.stored for name, spec in slots.specs().items()}
 
 
@@ -178,15 +157,9 @@ def plan_adapter(
 ) -> tuple[AdapterPlan, dict[str, Any]]:
     """The plan for a pytree with an adapter's pairs, and the pytree's arrays by name.
 
-    Args:
-        tree: Holds A and B of each LoRA rule, and what a rule ignores on purpose.
-        rules: LoRA rules, and the rules that map the weights they change.
-        slots: The engine's slots.
-        targets: All parameters of the model.
-
-    Raises:
-        WeightSyncError: names each pair that is incomplete, does not fit, has too large a rank, or
-            changes a weight without a slot; and each leaf that is of no pair.
+    The pytree holds A and B of each LoRA rule, and what a rule ignores on purpose. Raises
+    WeightSyncError that names each pair that is incomplete, does not fit, has too large a rank, or
+    changes a weight without a slot; and each leaf that is of no pair.
     """
     source = flatten_named(tree)
     pairs = tuple(rule for rule in rules if isinstance(rule, LoraRule))
@@ -244,7 +217,7 @@ def _plan(
                     f"max_loras gives them to {_kinds(with_slots)}"
                 )
                 continue
-            step = _step(projection, term, each, shape, shapes[target])
+            step = _plan_step(projection, term, each, shape, shapes[target])
             if isinstance(step, str):
                 problems.append(f"the LoRA pair of {rule.weight!r} for {target!r}: {step}")
             elif projection in steps:
@@ -274,7 +247,7 @@ def weight_shape(term: LoraTerm, source: Mapping[str, ArraySpec]) -> tuple[int, 
     return tuple((inputs if axis in term.in_axes else outputs).pop(0) for axis in range(num_axes))
 
 
-def _step(
+def _plan_step(
     name: str,
     term: LoraTerm,
     found: Match,

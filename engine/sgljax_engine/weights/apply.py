@@ -29,18 +29,9 @@ def apply(
     shares memory with the source. Without `olds` a failure leaves the weights in use as they are;
     the caller swaps the returned ones in.
 
-    Args:
-        plan: From `plan_sync`.
-        source: Arrays by name, of exactly the plan's `source_spec`.
-        olds: The weights in use, of each engine, to make the new ones in the memory of about one
-            model: each old weight is freed before its successor is made. This call empties the
-            mappings; do not use them again. None makes the new weights beside the old ones.
-        verify: Compare checksums of the result and of the source.
-
-    Raises:
-        WeightSyncError: when the source does not fit the plan, the transformation fails, the plan's
-            check finds weights that are not finite, or the checksums differ.
-        WeightsLostError: when it fails after the first old weight was freed.
+    With `olds`, the weights in use of each engine, the new ones are made in the memory of about one
+    model: each old weight is freed before its successor is made. This call empties the mappings; do
+    not use them again. WeightsLostError says that it failed after the first old weight was freed.
     """
     check_planned(plan, source)
     if olds is not None:

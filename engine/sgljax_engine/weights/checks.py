@@ -19,11 +19,7 @@ from sgljax_engine.weights.transform import to_logical, transform
 
 
 def await_source(source: Mapping[str, Any]) -> None:
-    """Waits until the source's arrays are computed. Any thread; only the calling thread waits.
-
-    Raises:
-        WeightSyncError: when arrays were deleted, or their computation fails.
-    """
+    """Waits until the source's arrays are computed. Any thread; only the calling thread waits."""
     _check_alive(source)
     try:
         jax.block_until_ready([x for x in source.values() if isinstance(x, jax.Array)])
@@ -45,11 +41,7 @@ def _check_alive(source: Mapping[str, Any]) -> None:
 
 
 def check_finite(plan: SyncPlan, source: Mapping[str, Any]) -> None:
-    """Checks the mapped source, one weight after the other, before any old weight is freed.
-
-    Raises:
-        WeightSyncError: when a weight is not finite, or cannot be computed.
-    """
+    """Checks the mapped source, one weight after the other, before any old weight is freed."""
     if not plan.checks_finite:
         return
     operands = plan.operands(source)
@@ -104,12 +96,7 @@ _checksum_alone = jax.jit(checksum)
 def checksums(
     weights: Mapping[str, jax.Array], targets: Mapping[str, TargetSpec]
 ) -> dict[str, str]:
-    """Checksums of stored weights in their logical shapes, 16 hexadecimal digits each.
-
-    Args:
-        weights: Stored weights.
-        targets: Their specifications; a weight without one is stored in its logical shape.
-    """
+    """Checksums of stored weights in their logical shapes, 16 hexadecimal digits each."""
     forms = tuple(
         (name, target.form, target.shape)
         for name, target in targets.items()

@@ -48,15 +48,13 @@ def to_hex(checksums: Mapping[str, jax.Array]) -> dict[str, str]:
 
 
 class WeightsDigest:
-    """One checksum of all weights of a version, computed on first use. Any thread."""
+    """One checksum of all weights of a version, computed on first use. Any thread.
+
+    What computes it is dropped after the call; it is None if the weights are missing.
+    """
 
     def __init__(self, checksums: Callable[[], Mapping[str, str]] | None) -> None:
-        """Computes nothing yet.
-
-        Args:
-            checksums: Computes the weights' checksums; None if the weights are missing. Dropped
-                after the call.
-        """
+        """Computes nothing yet."""
         self._checksums = checksums
         self._digest: str | None = None
         self._lock = threading.Lock()

@@ -23,18 +23,10 @@ def local_submesh(
 ) -> Mesh:
     """The part of a mesh on devices that this process can address. No collective.
 
-    Args:
-        mesh: The devices of one process, or of several. Each process makes the same mesh.
-        tensor_axis: Axis over which weights are sharded, if the mesh has it; None if it has none.
-        process_index: Process whose part to return; None for the calling one.
-
-    Returns:
-        The mesh itself if all of its devices are this process's. Otherwise a mesh of the process's
-        devices in the same order, with the same axes.
-
-    Raises:
-        InvalidConfigError: when `tensor_axis` spans processes, or this process's devices are not a
-            block of the mesh, or it has none.
+    Each process makes the same mesh. The part is the mesh itself if all of its devices are this
+    process's; otherwise it has the process's devices in the same order, with the same axes. Raises
+    InvalidConfigError when `tensor_axis` spans processes, or this process's devices are not a block
+    of the mesh.
     """
     # One controller of many hosts can address devices that name other processes.
     if process_index is None and NamedSharding(mesh, PartitionSpec()).is_fully_addressable:

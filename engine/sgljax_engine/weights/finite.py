@@ -28,12 +28,7 @@ def is_finite(x: jax.Array) -> jax.Array:
 
 
 def refuse_not_finite(names: Sequence[str], flags: jax.Array | Sequence[bool] | None) -> None:
-    """Raises WeightSyncError for new weights that are not finite; waits for the device.
-
-    Args:
-        names: Names of the weights.
-        flags: From `is_finite`, one per weight; None refuses nothing.
-    """
+    """Raises WeightSyncError for new weights that are not finite; waits for the device."""
     if flags is None:
         return
     bad = [name for name, good in zip(names, np.asarray(flags), strict=True) if not good]

@@ -30,11 +30,9 @@ class Form(enum.Enum):
 
     @property
     def is_packed(self) -> bool:
-        """Whether it has panels."""
         return self in (Form.PANELS, Form.TABLE_PANELS)
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The physical shape."""
         if self is Form.LOGICAL:
             return shape
         *stacked, rows, columns = shape
@@ -59,20 +57,13 @@ class Form(enum.Enum):
 
 
 class Quantized(NamedTuple):
-    """What a stored array is of a quantised weight. Hashable.
-
-    Attributes:
-        shape: Logical shape of the weight.
-        output_axis: Axis of its outputs.
-        is_scale: Whether the array holds the factors; else the whole numbers.
-    """
+    """What a stored array is of a quantised weight: its factors, or the whole numbers. Hashable."""
 
     shape: tuple[int, ...]
     output_axis: int
     is_scale: bool
 
-    def of(self, weight: jax.Array) -> jax.Array:
-        """The array, of a weight of the logical shape. Traced by JAX."""
+    def quantize(self, weight: jax.Array) -> jax.Array:
         x = weight.astype(jnp.float32)
         axes = tuple(axis for axis in range(x.ndim) if axis != self.output_axis)
         peaks = jnp.max(jnp.abs(x), axis=axes, keepdims=True)

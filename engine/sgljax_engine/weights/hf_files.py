@@ -74,13 +74,7 @@ def mapped_tensors(
 ) -> dict[str, HfTensor]:
     """Maps a trainer's weights to a model's stored form, on the host; each keeps its dtype.
 
-    Args:
-        weights: Weights by the trainer's names.
-        rules: Map them onto the model's parameters.
-        targets: All parameters of the model, in the form that the files have.
-
-    Raises:
-        WeightSyncError: names every parameter that is missing, unused or of the wrong shape.
+    Raises WeightSyncError that names every parameter that is missing, unused or of the wrong shape.
     """
 
     def tensor(step: Step) -> HfTensor:

@@ -26,11 +26,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """The file of each tensor, as an index of safetensors names them.
-
-    Raises:
-        WeightLoadError: names the index, and an entry that is no file beside it.
-    """
+    """The file of each tensor, as an index of safetensors names them."""
     try:
         found = read_json(path).get("weight_map")
     except InvalidConfigError as error:
@@ -50,12 +46,7 @@ def read_generation_config(folder: str | Path) -> dict[str, Any]:
 
 
 def read_end_ids(folder: str | Path) -> tuple[int, ...] | None:
-    """`eos_token_id` of a folder's generation_config.json, one id or a list; None without it.
-
-    Raises:
-        InvalidConfigError: names the file and the value: all that is not ids, or more than a
-            request can have.
-    """
+    """`eos_token_id` of a folder's generation_config.json, one id or a list; None without it."""
     value = read_generation_config(folder).get("eos_token_id")
     try:
         return None if value is None else end_ids(value)
@@ -64,11 +55,7 @@ def read_end_ids(folder: str | Path) -> tuple[int, ...] | None:
 
 
 def end_ids(value: Any) -> tuple[int, ...]:
-    """`eos_token_id` of a config: one id, several or none.
-
-    Raises:
-        InvalidConfigError: for all that is not ids, or more than a request can have.
-    """
+    """`eos_token_id` of a config: one id, several or none."""
     ids = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
     if not all(type(each) is int for each in ids) or len(ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidConfigError(

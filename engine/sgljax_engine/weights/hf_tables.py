@@ -32,7 +32,6 @@ HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 TABLES = tuple(f"{prefix}embed_tokens.weight" for prefix in TEXT_PREFIXES)
 
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Dtypes that a whole model can have, by safetensors' names."""
 
 _PIECE = 1 << 24
 """Bytes that are compared at once."""
@@ -74,14 +73,7 @@ def _are_same(a: SafetensorsFile, a_name: str, b: SafetensorsFile, b_name: str) 
 
 
 def tie_tables(arrays: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The weights of a model with one table for both: that of embeddings, whichever is there.
-
-    Args:
-        arrays: Weights by Hugging Face's names.
-
-    Raises:
-        WeightSyncError: when both are there and differ, since the model cannot keep them apart.
-    """
+    """The weights of a model with one table for both: that of embeddings, whichever is there."""
     head, table = (_first(names, arrays) for names in (HEADS, TABLES))
     if head is None:
         return arrays

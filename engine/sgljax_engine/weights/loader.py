@@ -21,16 +21,8 @@ def read_hf_folder(
     """The tensors of a model's safetensors files, by name.
 
     The index only names the files, as for transformers: a tensor that it leaves out is read, and
-    one that no file holds is missed by whoever needs it.
-
-    Args:
-        files: What `find_weight_files` found.
-        on_read: Called with the bytes of each tensor once it is read, and with those that are left
-            unread of a file at its end.
-        ignores: Whether a tensor is left in its file, by its name.
-
-    Raises:
-        WeightLoadError: names the file that is missing or truncated, and two that hold one tensor.
+    one that no file holds is missed by whoever needs it. `on_read` is called with the bytes of each
+    tensor once it is read, and with those that are left unread of a file at its end.
     """
     tensors: dict[str, np.ndarray | None] = {}
     places: dict[str, str] = {}
@@ -64,13 +56,7 @@ def _read_file(
 def random_weights(
     shapes: Mapping[str, tuple[int, ...]], fills: Mapping[str, float], seed: int
 ) -> dict[str, Any]:
-    """Random weights in logical shapes. Each tensor depends only on the seed and its own name.
-
-    Args:
-        shapes: Shapes by name.
-        fills: Constant values of parameters; parameters without one are normal(0, 0.02).
-        seed: Any number.
-    """
+    """Random weights in logical shapes. Each tensor depends only on the seed and its own name."""
     weights = {}
     for name, shape in shapes.items():
         if name in fills:

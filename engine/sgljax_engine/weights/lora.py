@@ -33,8 +33,6 @@ class ArraySpec(Protocol):
 
 
 class LoraTerm(NamedTuple):
-    """The term added to one weight; see `LoraRule` for the fields."""
-
     a: str
     b: str
     scale: float
@@ -58,15 +56,7 @@ class LoraTerm(NamedTuple):
 def lora_terms(
     rules: Sequence[LoraRule], source: Mapping[str, ArraySpec]
 ) -> tuple[dict[str, LoraTerm], list[str]]:
-    """The pairs of a source by the names of their weights, and the problems with them.
-
-    Args:
-        rules: LoRA rules of an update.
-        source: Specifications of all source parameters.
-
-    Returns:
-        Terms of the complete pairs, and a line for each problem.
-    """
+    """Terms of the complete pairs by the names of their weights, and a line for each problem."""
     terms: dict[str, LoraTerm] = {}
     problems: list[str] = []
     for rule in rules:
@@ -121,7 +111,6 @@ def _term(rule: LoraRule, source: Mapping[str, ArraySpec]) -> tuple[LoraTerm | N
 
 
 def _misfits(rule: LoraRule, term: LoraTerm, source: Mapping[str, ArraySpec]) -> list[str]:
-    """Describes what in a pair does not fit its weight."""
     weight, a, b = (source[name].shape for name in (rule.weight, rule.a, rule.b))
     where = f"the LoRA pair {rule.a!r} {list(a)}, {rule.b!r} {list(b)} of {rule.weight!r}"
     axes = [*rule.in_axes, *rule.stacked_axes]
@@ -146,18 +135,10 @@ def merge(
     part: tuple[int, ...] | None = None,
     part_axes: tuple[int, ...] = (0,),
 ) -> jax.Array:
-    """W + scale A B in float32, or one part of it. Traced by JAX.
+    """W + scale A B in float32, or a part of it by index on each of `part_axes`. Traced by JAX.
 
     Products and sum are isolated from the surrounding code, so that a pair gives the same bits in
     every program.
-
-    Args:
-        weight: W in the source's shape.
-        a: A.
-        b: B.
-        term: Says which axes A has, and the scale.
-        part: Index on each of `part_axes` of W; None for all of W.
-        part_axes: See `Rule.part_axis`.
     """
     shape_a, shape_b = term.shapes(weight.shape, a.shape[-1])
     a, b = a.reshape(shape_a), b.reshape(shape_b)

@@ -23,10 +23,6 @@ def move(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 
     Between different devices, each of them holds the whole array for a while, unless the shards
     are the same.
-
-    Args:
-        x: A `jax.Array`, or an array on the host.
-        sharding: Where it goes.
     """
     if (
         not isinstance(x, jax.Array)
@@ -74,7 +70,6 @@ def device_order(sharding: jax.sharding.Sharding) -> tuple[Any, ...] | None:
 
 
 def device_orders(arrays: Iterable[Any]) -> set[tuple[Any, ...] | None]:
-    """What `device_order` says of the JAX arrays among these."""
     return set(map(device_order, {x.sharding for x in arrays if isinstance(x, jax.Array)}))
 
 

@@ -63,13 +63,9 @@ _WITHOUT_EFFECT = frozenset(
 def read_peft_folder(folder: str | Path) -> WeightSource:
     """The pairs of a PEFT folder, with a `LoraRule` each that names its weight as the file does.
 
-    Returns:
-        A [in, rank] and B [rank, out] by their names in the file. The weights that they change are
-        [out, in]: add the rules that map them, such as `hf_rules`.
-
-    Raises:
-        WeightLoadError: for a folder that is not there or broken, and for all that is no plain
-            LoRA: it names the file, and the field or tensor.
+    A is [in, rank] and B [rank, out], by their names in the file. The weights that they change are
+    [out, in]: add the rules that map them, such as `hf_rules`. WeightLoadError names the file, and
+    the field or tensor.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -83,11 +79,6 @@ def read_peft_folder(folder: str | Path) -> WeightSource:
 
 
 def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that are read, with defaults.
-
-    Raises:
-        ValueError: names a field, its value, and what is allowed.
-    """
     config = {name: default for name, (_, default) in _READ.items()}
     for name, value in given.items():
         if value is None or name in _WITHOUT_EFFECT:

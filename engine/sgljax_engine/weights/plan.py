@@ -36,12 +36,7 @@ _MAX_PROBLEMS = 20
 class SyncPlan:
     """A checked plan. Reusable for every source of the same specification.
 
-    Attributes:
-        source_spec: Shapes and dtypes that the source must have.
-        steps: One step per target parameter, in their order.
-        targets: The parameters to make.
-        program: The transformation of all parameters at once.
-        checks_finite: Refuse weights that hold NaN or infinity.
+    It has one step for each target, in their order.
     """
 
     source_spec: dict[str, SourceSpec]
@@ -57,7 +52,6 @@ class SyncPlan:
 
     @functools.cached_property
     def reads(self) -> tuple[tuple[str, ...], ...]:
-        """Names of the sources that each step reads."""
         return tuple(step.reads for step in self.steps)
 
     @functools.cached_property
@@ -78,7 +72,6 @@ class SyncPlan:
 
     @property
     def is_on_one_device(self) -> bool:
-        """Whether all engine parameters live on one device."""
         return len(self.program.devices or ()) == 1
 
     def arrays(self, source: Mapping[str, Any]) -> list[Sources]:
@@ -99,16 +92,9 @@ def plan_sync(
 ) -> SyncPlan:
     """Matches rules and proves coverage and shapes.
 
-    Args:
-        source: Shapes and dtypes by name.
-        rules: Map them onto `targets`.
-        targets: The parameters to make.
-        check_finite: Refuse weights that hold NaN or infinity when the plan is applied.
-
-    Raises:
-        WeightSyncError: names every parameter that is missing, unused, mapped twice, mapped to an
-            unknown name or of the wrong shape or kind, with both shapes; and every LoRA pair that
-            is incomplete, does not fit or changes an ignored weight.
+    Raises WeightSyncError that names every parameter that is missing, unused, mapped twice, mapped
+    to an unknown name or of the wrong shape or kind, with both shapes; and every LoRA pair that is
+    incomplete, does not fit or changes an ignored weight.
     """
     scales = {name for name, spec in targets.items() if spec.quantized and spec.quantized.is_scale}
     weights = [name for name in targets if name not in scales]
@@ -140,12 +126,12 @@ def plan_sync(
                         f"{name!r} and {other!r} both map to index {found.into} of {target!r}"
                     )
                 else:
-                    stack[found.into] = _step(name, target, found, terms)
+                    stack[found.into] = _plan_step(name, target, found, terms)
             elif target in steps or target in stacks:
                 other = steps[target] if target in steps else next(iter(stacks[target].values()))
                 problems.append(f"{name!r} and {other.source!r} both map to {target!r}")
             else:
-                steps[target] = _step(name, target, found, terms)
+                steps[target] = _plan_step(name, target, found, terms)
                 problems.extend(shape_problems(spec, steps[target], targets[target].source_shape))
     for target, stack in stacks.items():
         steps[target], found_problems = stacked_step(stack, source, targets[target].shape)
@@ -162,7 +148,7 @@ def plan_sync(
     return _with_program(dict(source), ordered, targets, check_finite)
 
 
-def _step(name: str, target: str, found: Match, terms: Mapping[str, LoraTerm]) -> Step:
+def _plan_step(name: str, target: str, found: Match, terms: Mapping[str, LoraTerm]) -> Step:
     rule = found.rule
     return Step(
         name,
@@ -177,7 +163,6 @@ def _step(name: str, target: str, found: Match, terms: Mapping[str, LoraTerm]) -
 
 
 def _refuse(problems: Sequence[str]) -> None:
-    """Raises WeightSyncError if there are problems."""
     if not problems:
         return
     more = len(problems) - _MAX_PROBLEMS
@@ -211,13 +196,9 @@ class WeightPlanner:
     """Plans the updates of an engine, anew only when source or rules change.
 
     Not thread-safe: the thread that builds the engine uses it first, then the update thread.
-
-    Attributes:
-        targets: The parameters to make.
     """
 
     def __init__(self, targets: Mapping[str, TargetSpec]) -> None:
-        """Plans nothing yet."""
         self.targets = targets
         self._plan: tuple[Any, SyncPlan] | None = None
 

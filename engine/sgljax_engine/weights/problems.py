@@ -54,13 +54,7 @@ def _unwrapped(indices: tuple[int, ...]) -> int | tuple[int, ...]:
 def stacked_step(
     stack: Mapping[int, Step], source: Mapping[str, SourceSpec], shape: tuple[int, ...]
 ) -> tuple[Step, list[str]]:
-    """The step that stacks several sources, and the problems with them.
-
-    Args:
-        stack: Their steps by the index that each becomes.
-        source: Specifications of all source parameters.
-        shape: The target's logical shape, whose first axis they make.
-    """
+    """The step that stacks several sources, and the problems with them."""
     indices = sorted(stack)
     ordered = [stack[index] for index in indices]
     first = ordered[0]

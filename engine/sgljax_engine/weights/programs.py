@@ -24,24 +24,18 @@ PreparedWeights = tuple[Weights, jax.Array | None]
 """Weights, and whether each is finite, in the order of the steps; None without that check."""
 
 RunAll = Callable[[list[Sources]], PreparedWeights]
-"""A program that makes all weights."""
 
 
 class Program(NamedTuple):
     """A plan's transformation, compiled on first use; takes arrays in the order of the steps.
 
-    Attributes:
-        at_target: For sources on the engine's devices; its results are placed as `shardings`.
-        at_source: For sources elsewhere: from their devices to a program whose results must be
-            moved, which takes no fetching; None if they cut up no array as the engine does.
-        one: `at_target` for one parameter, with its own flag. Takes its arrays, step, target, and
-            whether to use JIT-compiled CPU kernels; compiled once for each.
-        checksums: Checksums of the results, in logical shapes. One program computes all: many small
-            ones in flight over several devices can starve one another on CPUs.
-        shardings: Where each engine parameter lives.
-        devices: Devices of all of them; None if their order is unknown.
-        is_on_own_cpus: Whether they are CPUs of this process.
-        is_native: Whether `at_target` transposes with JIT-compiled CPU kernels.
+    `at_target` is for sources on the engine's devices; its results are placed as `shardings`.
+    `at_source` is for sources elsewhere: from their devices to a program whose results must be
+    moved, which takes no fetching; None if they cut up no array as the engine does. `one` is
+    `at_target` for one parameter, with its own flag, compiled once for each. `checksums` is one
+    program for all: many small ones in flight over several devices can starve one another on CPUs.
+    `devices` is None if their order is unknown. `is_native`: `at_target` transposes with
+    JIT-compiled CPU kernels.
     """
 
     at_target: RunAll

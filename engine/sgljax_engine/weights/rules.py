@@ -78,17 +78,13 @@ class LoraRule(NamedTuple):
 
 
 WeightRule = Rule | LoraRule
-"""A rule of an update."""
 
 
 class Match(NamedTuple):
-    """A rule applied to one source name.
+    """A rule applied to one source name; the target is None for one that is ignored.
 
-    Attributes:
-        target: Engine name; None for a source parameter that is ignored.
-        rule: The rule.
-        part: The rule's part, an index on each of its `part_axes`, with "each" resolved.
-        into: The index of a stacked target, with "each" resolved.
+    `part` is an index on each of `part_axes`, and `into` the index of a stacked target, with "each"
+    resolved.
     """
 
     target: str | None
@@ -105,7 +101,6 @@ class WeightSource(NamedTuple):
 
 
 def check_rules(rules: Sequence[WeightRule]) -> tuple[WeightRule, ...]:
-    """Returns the rules; raises WeightSyncError for anything else."""
     checked = tuple(rules)
     for rule in checked:
         if not isinstance(rule, (Rule, LoraRule)):
@@ -117,7 +112,6 @@ class RuleTable:
     """Finds the rules of source names, fast: a multimodal model has thousands of both."""
 
     def __init__(self, rules: Sequence[Rule]) -> None:
-        """Takes the rules of an update, without its LoRA rules."""
         self._by_source: dict[str, list[Rule]] = {}
         for rule in rules:
             self._by_source.setdefault(rule.source, []).append(rule)
@@ -128,13 +122,8 @@ class RuleTable:
     def match(self, source: str, shape: Sequence[int] = ()) -> list[Match]:
         """The first rule that matches the source name; if it takes a part, all such rules.
 
-        Args:
-            source: A source parameter's name.
-            shape: Its shape, which gives the number of parts.
-
-        Returns:
-            One match, one for each target of a shared parameter, one for each part of a fused or
-            stacked parameter, or none.
+        One match for each target of a shared parameter and each part of a fused or stacked one, or
+        none.
         """
         found: list[Match] = []
         pattern, groups = self._first(source)
@@ -157,7 +146,6 @@ class RuleTable:
         return found
 
     def ignores(self, source: str) -> bool:
-        """Whether a rule ignores the source parameter on purpose."""
         pattern, _ = self._first(source)
         rules = self._by_source.get(pattern)
         return bool(rules) and rules[0].target is None
@@ -238,11 +226,7 @@ def _is_pair(item: Any) -> bool:
 
 @functools.lru_cache(maxsize=16)
 def _leaf_names(structure: Any) -> tuple[str, ...]:
-    """Names of the leaves of a PyTreeDef. Cached, since JAX is slower to find paths than leaves.
-
-    Raises:
-        WeightSyncError: for two leaves with the same name.
-    """
+    """Names of the leaves of a PyTreeDef. Cached, since JAX is slower to find paths than leaves."""
     tree = structure.unflatten(range(structure.num_leaves))
     names: dict[str, None] = {}
     for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]:

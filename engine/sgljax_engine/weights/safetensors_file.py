@@ -44,14 +44,7 @@ _DTYPES: dict[str, np.dtype] = {
 
 
 class StoredTensor(NamedTuple):
-    """A tensor's entry in the header.
-
-    Attributes:
-        dtype_name: The format's name; `dtype` may not know it.
-        shape: Its shape.
-        start: First byte in the file.
-        end: First byte behind it.
-    """
+    """A tensor's entry in the header; `end` is the first byte behind it."""
 
     dtype_name: str
     shape: tuple[int, ...]
@@ -67,19 +60,10 @@ class StoredTensor(NamedTuple):
 class SafetensorsFile:
     """An open file. Not thread-safe.
 
-    Attributes:
-        path: Path of the file.
-        stamp: Identity, size and time of change; equal while nobody writes to the file.
-        tensors: Tensors of the file, by name.
+    `stamp` has identity, size and time of change; equal while nobody writes to the file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Opens a file and reads its header.
-
-        Raises:
-            WeightLoadError: for anything but a regular file, and for a header that does not fit the
-                size.
-        """
         self.path = Path(path)
         self._file = _opened(self.path)
         try:
@@ -91,16 +75,10 @@ class SafetensorsFile:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the file."""
         return self.stamp[2]
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor.
-
-        Raises:
-            WeightLoadError: for a file that has changed since it was opened, and for a dtype that
-                is not known here.
-        """
+        """A tensor, unless the file has changed since it was opened."""
         tensor = self.tensors[name]
         if tensor.dtype is None:
             raise WeightLoadError(f"{self.path}: {name!r} is {tensor.dtype_name}, not supported")
@@ -126,7 +104,6 @@ class SafetensorsFile:
             )
 
     def __enter__(self) -> SafetensorsFile:
-        """Returns the file."""
         return self
 
     def __exit__(
@@ -135,7 +112,6 @@ class SafetensorsFile:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Closes it."""
         self._file.close()
 
     def _stamp(self) -> tuple[int, ...]:

@@ -23,7 +23,6 @@ class ServedSource:
     """
 
     def __init__(self) -> None:
-        """Remembers nothing."""
         self._steps: dict[str, Step] = {}
         self._arrays: dict[str, weakref.ref[Any]] = {}
         self._plan: SyncPlan | None = None
@@ -37,7 +36,6 @@ class ServedSource:
         }
 
     def forget(self) -> None:
-        """Forgets the source, for weights of unknown origin."""
         self._steps, self._arrays = {}, {}
 
     def changed(self, plan: SyncPlan, source: Mapping[str, Any]) -> SyncPlan:

@@ -22,13 +22,8 @@ Sources = tuple[Any, ...]
 class TargetSpec(NamedTuple):
     """One engine parameter as weight sync sees it.
 
-    Attributes:
-        shape: Logical shape, the one that rules map onto ([in, out] for projections).
-        dtype: Dtype of the stored parameter.
-        form: How the engine stores it.
-        sharding: Where it lives.
-        alias: Another name that rules may use for it.
-        quantized: What it is of a quantised weight; None for a weight itself.
+    The logical shape is the one that rules map onto ([in, out] for projections); `dtype` is that of
+    the stored parameter. `alias` is another name that rules may use for it.
     """
 
     shape: tuple[int, ...]
@@ -50,7 +45,6 @@ class TargetSpec(NamedTuple):
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The physical shape."""
         return self.form.stored_shape(self.shape)
 
     @property
@@ -71,13 +65,8 @@ class SourceSpec(NamedTuple):
 class Step(NamedTuple):
     """How one engine parameter is made.
 
-    In this order: LoRA pair, part, transpose, hook, stack, reshape, cast, physical layout.
-
-    Attributes:
-        stacked: The sources of a stacked parameter, in order; `source` is the first. Empty for a
-            parameter of one source.
-        part: Index on each of `part_axes`; None for all of the source.
-        others: See `Rule`.
+    In this order: LoRA pair, part, transpose, hook, stack, reshape, cast, physical layout. The
+    sources of a stacked parameter are in order, `source` the first.
     """
 
     source: str

@@ -1,5 +1,3 @@
-"""Weights made beside the serving ones, which wait to be published or discarded."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +42,6 @@ class StagedWeights:
         return self._num_bytes
 
     def __repr__(self) -> str:
-        """Shows the state."""
         version = "" if self._version is None else f", weight_version={self._version}"
         return f"StagedWeights({self._state!r}, num_bytes={self._num_bytes}{version})"
 
@@ -77,6 +74,5 @@ class StagedWeights:
 
 
 def check_staged(staged: Any) -> None:
-    """Raises InvalidRequestError for what `stage_weights` never returns."""
     if not isinstance(staged, StagedWeights):
         raise InvalidRequestError(f"staged must be StagedWeights, got {type(staged).__name__}")

@@ -45,7 +45,11 @@ def map_axes(x: jax.Array, step: Step) -> jax.Array:
 def to_logical(sources: Sources, step: Step, target: TargetSpec) -> jax.Array:
     """The engine parameter in its logical shape."""
     weight = transform(sources, step).reshape(target.source_shape)
-    return weight.astype(target.dtype) if target.quantized is None else target.quantized.of(weight)
+    return (
+        weight.astype(target.dtype)
+        if target.quantized is None
+        else target.quantized.quantize(weight)
+    )
 
 
 def to_stored(
@@ -57,7 +61,7 @@ def to_stored(
     """
     if target.quantized is not None:
         weight = transform(sources, step).reshape(target.source_shape)
-        return jnp.copy(target.form.store(target.quantized.of(weight))), is_finite(weight)
+        return jnp.copy(target.form.store(target.quantized.quantize(weight))), is_finite(weight)
     # Rows of outputs, which a rule transposes.
     is_by_output = step.transpose in ((1, 0), (0, 2, 1)) and step.hook is None
     if is_by_output and step.stacked and target.form is not Form.LOGICAL:

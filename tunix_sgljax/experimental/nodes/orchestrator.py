@@ -33,11 +33,8 @@ def main(argv: Sequence[str], context: Any = None) -> None:
     """Runs `--orchestrator_main` with all other arguments; the entry point of Tunix's launcher.
 
     Tunix's orchestrator at c7d8950f waits for ever for the episodes of a worker that was killed.
-    Here every worker that registers is asked for its heartbeat.
-
-    Raises:
-        WorkerLostError: one has not answered for `--worker_timeout_s`.
-        InvalidConfigError: for a wrong argument, or a start without the launcher.
+    Here every worker that registers is asked for its heartbeat; WorkerLostError ends the run when
+    one has not answered for `--worker_timeout_s`.
     """
     serving.check_context(context)
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
@@ -77,7 +74,6 @@ class WorkerWatch:
     """Asks the workers of a run for their heartbeats, on a thread of its own."""
 
     def __init__(self, timeout_s: float, on_lost: Callable[[], None]) -> None:
-        """Watches nobody yet. `on_lost` is called once, on the watching thread."""
         self.lost: WorkerLostError | None = None
         self._timeout_s = timeout_s
         self._on_lost = on_lost
@@ -87,7 +83,6 @@ class WorkerWatch:
         self._thread = threading.Thread(target=self._run, name="worker-watch", daemon=True)
 
     def follow(self, discovery: Any) -> None:
-        """Watches all workers that register at a discovery service from now on."""
         on_register = discovery.on_register
 
         def watch_too(callback: Callable[[str, int, bytes], None]) -> None:
@@ -109,7 +104,6 @@ class WorkerWatch:
         self._workers[name] = handle
 
     def close(self) -> None:
-        """Stops watching."""
         self._is_over.set()
 
     def ask_all(self, patience_s: float = 0.0) -> WorkerLostError | None:

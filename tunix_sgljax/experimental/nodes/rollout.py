@@ -1,5 +1,3 @@
-"""A rollout node of Tunix's distributed RL, whose sampler is the embedded engine."""
-
 from __future__ import annotations
 
 import argparse
@@ -30,7 +28,6 @@ _EXAMPLE = "tunix.experimental.examples.math_gsm8k_dist.gsm8k"
 
 
 def main(argv: Sequence[str], context: Any = None) -> None:
-    """Runs the node until it is interrupted; the entry point of Tunix's launcher."""
     serving.check_context(context)
     parser = serving.make_parser(
         "Rollout node with the embedded engine", port=20001, worker_id="sgljax-rollout-0"

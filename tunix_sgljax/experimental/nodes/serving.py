@@ -30,7 +30,6 @@ _LORA_PATH = ".*q_proj|.*k_proj|.*v_proj|.*o_proj|.*gate_proj|.*down_proj|.*up_p
 
 
 def make_parser(description: str, *, port: int, worker_id: str) -> argparse.ArgumentParser:
-    """A parser with the arguments of both nodes, by the names of Tunix's examples."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     parser.add_argument("--port", type=int, default=port, help="of the worker's gRPC server")
     parser.add_argument(
@@ -91,12 +90,10 @@ class NodeServer(GrpcRemoteExecutionServer):
     """Tunix's gRPC server of a worker, on one address; Tunix's own listens on all."""
 
     def __init__(self, worker: Any, host: str) -> None:
-        """Listens nowhere yet."""
         super().__init__(worker)
         self._host = host
 
     async def start_serving_async(self, port: int = 50051) -> Any:
-        """Starts to serve the worker; returns gRPC's server, or raises RuntimeError."""
         calls = {
             "Execute": self._handle_execute,
             "DispatchTask": self._handle_dispatch_task,

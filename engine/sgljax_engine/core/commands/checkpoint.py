@@ -55,11 +55,8 @@ class RequestMark(NamedTuple):
 class Snapshot(NamedTuple):
     """An engine at one moment.
 
-    Attributes:
-        marks: Running requests, then waiting ones, both in order, then finished ones.
-        new_token_ratio: Ratio of the admission policy.
-        weight_version: Version of the serving weights.
-        weights: Their digest; any thread may make it.
+    `marks` are running requests, then waiting ones, both in order, then finished ones. `weights` is
+    their digest, which any thread may make.
     """
 
     marks: list[RequestMark]
@@ -69,14 +66,9 @@ class Snapshot(NamedTuple):
 
 
 class RestoredRequest(NamedTuple):
-    """A request on its way back into an engine.
+    """A waiting or finished request on its way back into an engine.
 
-    Attributes:
-        request: A waiting request, or a finished one.
-        answer: Gets its whole output.
-        call: Its call in the checkpoint; see `Request.call`.
-        had_pages: Whether it was running.
-        error: The error that it failed with.
+    `call` is its call in the checkpoint; `had_pages` says whether it was running.
     """
 
     request: Request
@@ -87,18 +79,11 @@ class RestoredRequest(NamedTuple):
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether the request has to continue."""
         return self.request.status is not RequestStatus.FINISHED
 
 
 class Restoration(NamedTuple):
-    """A checkpoint's contents, to be restored.
-
-    Attributes:
-        requests: In the order in which they continue.
-        new_token_ratio: See `SchedulerCheckpoint`.
-        weight_version, weights_digest: Those of the weights that served.
-    """
+    """A checkpoint's contents to be restored, in the order in which requests continue."""
 
     requests: list[RestoredRequest]
     new_token_ratio: float
@@ -107,7 +92,6 @@ class Restoration(NamedTuple):
 
     @property
     def unfinished(self) -> list[Request]:
-        """The requests that continue, for which a group chooses engines."""
         return [each.request for each in self.requests if each.is_unfinished]
 
 
@@ -118,7 +102,6 @@ class TakeSnapshot(GroupCommand):
     future: Future[list[Snapshot]]
 
     def prepare(self, core: EngineCore) -> Snapshot:
-        """Takes the snapshot."""
         weights = core.serving.digest
         if not core.runner.is_on_one_device:
             # No other thread may start programs there; see `weights_worker.WeightsWorker`.
@@ -131,44 +114,31 @@ class TakeSnapshot(GroupCommand):
         )
 
     def commit(self, core: EngineCore, prepared: Snapshot) -> Snapshot:
-        """The engine's snapshot."""
         del core
         return prepared
 
     def combine(self, answers: Sequence[Snapshot]) -> list[Snapshot]:
-        """The snapshots of all engines."""
         return list(answers)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Restore(GroupCommand):
-    """Take in the requests of a checkpoint; all or none.
-
-    Attributes:
-        restoration: The requests of all engines.
-        future: Gets None.
-    """
+    """Take in the requests of a checkpoint; all or none."""
 
     restoration: Restoration
     future: Future[None]
 
     def hand_out(self, group: Recipients) -> None:
-        """Gives each request an engine."""
         group.route(self.restoration.unfinished)
         GroupCommand.hand_out(self, group)
 
     def prepare(self, core: EngineCore) -> bool:
-        """Whether the engine serves the checkpoint's weights.
-
-        Raises:
-            EngineStateError: when requests are refused.
-        """
+        """Whether the engine serves the checkpoint's weights."""
         core.check_takes_requests()
         digest = core.serving.digest.digest()
         return digest is not None and digest == self.restoration.weights_digest
 
     def together(self, cores: Sequence[EngineCore], prepared: Sequence[bool]) -> Sequence[bool]:
-        """Adds the calls of all engines' requests."""
         _register(cores[0].groups, self.restoration)
         return prepared
 
@@ -192,7 +162,6 @@ class Restore(GroupCommand):
                 _take_in(core, each)
 
     def rollback(self, core: EngineCore, prepared: bool | None, error: BaseException) -> None:
-        """Uncounts the requests from the engine's load."""
         del prepared, error
         for request in self.restoration.unfinished:
             if request.engine == core.index:
@@ -219,11 +188,7 @@ def _mark(request: Request, error: str | None) -> RequestMark:
 
 
 def _register(groups: RequestGroups, restoration: Restoration) -> None:
-    """Adds the calls of all engines' requests.
-
-    Raises:
-        CheckpointError: when an id is in use; nothing was added.
-    """
+    """Adds the calls of all engines' requests; raises CheckpointError when an id is in use."""
     calls: dict[int, list[Request]] = {}
     errors: dict[str, str] = {}
     for each in restoration.requests:
@@ -256,27 +221,16 @@ def _take_in(core: EngineCore, each: RestoredRequest) -> None:
 
 
 class SaveJob(NamedTuple):
-    """One `save_checkpoint` call."""
-
     path: Path
     future: Future[SaveReport]
 
 
 class CheckpointWriter:
-    """Writes checkpoints, on the thread of a `Worker`."""
-
     def __init__(self, model: ModelConfig, ask: Ask) -> None:
-        """Writes nothing yet.
-
-        Args:
-            model: The engines' model, which a checkpoint names.
-            ask: Asks the engines whose requests are written.
-        """
         self._model = model
         self._ask = ask
 
     def save(self, job: SaveJob) -> SaveReport:
-        """Has a snapshot taken, and writes it."""
         return CheckpointManager(job.path).save(self._checkpoint(self._ask(TakeSnapshot)))
 
     def _checkpoint(self, snapshots: Sequence[Snapshot]) -> EngineCheckpoint:
@@ -299,11 +253,7 @@ class CheckpointWriter:
 
 
 def load_checkpoint(path: Path, model: ModelConfig) -> EngineCheckpoint:
-    """Reads and checks the checkpoint in a folder. Any thread.
-
-    Raises:
-        CheckpointError: the checkpoint is missing, damaged, of another version or of another model.
-    """
+    """Reads and checks the checkpoint in a folder. Any thread."""
     checkpoint = CheckpointManager(path).load()
     check_metadata(checkpoint.metadata, model, path)
     return checkpoint
@@ -315,11 +265,6 @@ def make_restoration(
     """Makes the requests of a checkpoint for the engines to continue. Any thread.
 
     A request that the engines would refuse is left out; its answer is the refusal.
-
-    Args:
-        checkpoint: From `load_checkpoint`.
-        requests: Makes the requests.
-        answers: One for each request, by its id.
     """
     state, now_s = checkpoint.scheduler_state, time.perf_counter()
     restored: list[RestoredRequest] = []

@@ -22,11 +22,9 @@ class GetState(PerEngineCommand):
     future: Future[EngineState]
 
     def run(self, core: EngineCore) -> EngineState:
-        """The engine's state."""
         return core.state()
 
     def combine(self, answers: Sequence[EngineState]) -> EngineState:
-        """The group's state."""
         return combine_states(answers)
 
 
@@ -37,7 +35,6 @@ class CheckIntegrity(PerEngineCommand):
     future: Future[None]
 
     def run(self, core: EngineCore) -> None:
-        """Checks queues, pages and waiting callers."""
         core.check_integrity()
 
 
@@ -49,12 +46,10 @@ class Run(GroupCommand):
     future: Future[Any]
 
     def together(self, cores: Sequence[EngineCore], prepared: Sequence[None]) -> list[Any]:
-        """Calls the function."""
         del prepared
         return [self.function()] * len(cores)
 
     def commit(self, core: EngineCore, prepared: Any) -> Any:
-        """The function's result."""
         del core
         return prepared
 
@@ -69,10 +64,9 @@ class Warmup(PerEngineCommand):
     future: Future[int]
 
     def run(self, core: EngineCore) -> int:
-        """Compiles and runs all buckets; returns how many were new."""
         core.check_awake()
         try:
-            return core.warmup.run(
+            return core.warmup.compile_all(
                 include_score=self.include_score,
                 include_table=self.include_table,
                 progress=self.progress,
@@ -83,5 +77,4 @@ class Warmup(PerEngineCommand):
             raise
 
     def combine(self, answers: Sequence[int]) -> int:
-        """The sum of the engines' programs."""
         return sum(answers)

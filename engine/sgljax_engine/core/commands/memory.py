@@ -26,14 +26,9 @@ logger = logging.getLogger(__name__)
 class Sleep(GroupCommand):
     """Free the devices' memory; answers with its bytes.
 
-    Without a rollback: to prepare only copies, and an engine that prepared has not slept.
-
-    Attributes:
-        level: 1 keeps the weights on the host, 2 gives them up.
-        preserve_state: Keep weights, KV pages and prefix cache on the host, whatever the level.
-        tags: What goes to sleep.
-        refuse_requests: Refuse new requests; else they wait.
-        future: Gets the bytes.
+    Without a rollback: to prepare only copies, and an engine that prepared has not slept. Level 1
+    keeps the weights on the host, 2 gives them up; `preserve_state` keeps weights, KV pages and
+    prefix cache on the host, whatever the level.
     """
 
     level: int
@@ -62,7 +57,6 @@ class Sleep(GroupCommand):
         return started_s, manager.keep(weights=weights, pages="kv_cache" in self.tags and keeps_all)
 
     def commit(self, core: EngineCore, prepared: tuple[float, HostCopies] | None) -> int:
-        """Frees the devices' memory; returns the bytes."""
         if prepared is None:
             return 0
         started_s, copies = prepared
@@ -81,7 +75,6 @@ class Sleep(GroupCommand):
         return num_bytes
 
     def combine(self, answers: Sequence[int]) -> int:
-        """The sum of the engines' bytes."""
         return sum(answers)
 
 
@@ -127,7 +120,6 @@ class WakeUp(GroupCommand):
             core.sleep_manager.undo_wake_up(prepared[0])
 
     def combine(self, answers: Sequence[int]) -> int:
-        """The sum of the engines' bytes."""
         return sum(answers)
 
 
@@ -143,11 +135,9 @@ class FlushCache(GroupCommand):
         return _pages_in_use(core)
 
     def together(self, cores: Sequence[EngineCore], prepared: Sequence[str]) -> list[str]:
-        """Gives all engines the first reason that one of them has."""
         return [next(filter(None, prepared), "")] * len(cores)
 
     def commit(self, core: EngineCore, prepared: str) -> FlushCacheReqOutput:
-        """Empties the prefix cache and resets scheduling."""
         if prepared:
             return FlushCacheReqOutput(success=False, error_msg=prepared)
         flushed = core.pool.num_cached * core.pool.page_size
@@ -157,7 +147,6 @@ class FlushCache(GroupCommand):
         return FlushCacheReqOutput(success=True, flushed_items=flushed)
 
     def combine(self, answers: Sequence[FlushCacheReqOutput]) -> FlushCacheReqOutput:
-        """The sum of the engines' tokens."""
         if not answers[0].success:
             return answers[0]
         flushed = sum(answer.flushed_items for answer in answers)
@@ -171,19 +160,16 @@ class ReleaseKV(GroupCommand):
     future: Future[int]
 
     def prepare(self, core: EngineCore) -> None:
-        """Raises EngineStateError when requests hold pages."""
         problem = _pages_in_use(core)
         if problem:
             raise EngineStateError(f"the KV cache cannot be released: {problem}")
 
     def commit(self, core: EngineCore, prepared: None) -> int:
-        """Frees the memory; returns the bytes."""
         del prepared
         core.pool.reset_cache()
         return core.runner.kv_memory.release()
 
     def combine(self, answers: Sequence[int]) -> int:
-        """The sum of the engines' bytes."""
         return sum(answers)
 
 

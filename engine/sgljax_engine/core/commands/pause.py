@@ -34,7 +34,6 @@ class Pause(GroupCommand):
         core.runner.kv_memory.wait()
 
     def commit(self, core: EngineCore, prepared: None) -> None:
-        """Pauses."""
         del prepared
         mode = self.request.mode
         core.apply_pause_mode(mode)  # first: if it fails there is no pause
@@ -60,13 +59,10 @@ class PauseWhenDrained(PerEngineCommand):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Continue(PerEngineCommand):
-    """Go on generating."""
-
     request: ContinueGenerationReqInput
     future: Future[None]
 
     def run(self, core: EngineCore) -> None:
-        """Ends the pause."""
         core.pauses.mode = None
         core.stats.continued()
         why = "continue_generation ended the pause"
@@ -78,18 +74,13 @@ class Continue(PerEngineCommand):
 class Drain(PerEngineCommand):
     """Let started requests finish, and start no others until a swap or `EndDrain`.
 
-    This is how engines wait for a swap with mode "wait".
-
-    Attributes:
-        name: The caller's method, for an error.
-        future: Gets None when no started request is left.
+    So engines wait for a swap with mode "wait". `name` is the caller's method, for an error.
     """
 
     name: str
     future: Future[None]
 
     def start(self, core: EngineCore, future: Future[None]) -> None:
-        """Answers now, or leaves the answer to `EngineCore.settle`."""
         drain = PendingDrain(f"{self.name}(mode='wait')", future, is_pause=False)
         # Without weights no request ever finishes, so there is nothing to wait for.
         if core.serving.are_held:
@@ -106,5 +97,4 @@ class EndDrain(PerEngineCommand):
     future: Future[None]
 
     def run(self, core: EngineCore) -> None:
-        """Starts requests again."""
         core.end_drain()

@@ -19,18 +19,12 @@ from sgljax_engine.types import FinishReason, Request
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AddRequests(Command):
-    """Queue all requests; or none, if an id is taken or there are no weights.
-
-    Attributes:
-        requests: In the caller's order.
-        answers: `answers[i]` gets the output of `requests[i]`, or its error.
-    """
+    """Queue all requests; or none, if an id is taken or there are no weights."""
 
     requests: list[Request]
     answers: list[Answer]
 
     def hand_out(self, group: Recipients) -> None:
-        """Gives each request an engine."""
         taken = group.groups.add([self.requests])
         if taken:
             for answer in self.answers:
@@ -45,10 +39,9 @@ class AddRequests(Command):
             parts[request.engine].answers.append(answer)
         for index, part in enumerate(parts):
             if part.requests:
-                group.give(index, part)
+                group.enqueue(index, part)
 
     def refuse(self, make_error: Callable[[], BaseException]) -> None:
-        """Answers each request with its own error."""
         _refuse(self.answers, make_error)
 
 
@@ -59,18 +52,12 @@ def _refuse(answers: Sequence[Answer], make_error: Callable[[], BaseException]) 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _RequestsTask(Task):
-    """Something about one engine's requests.
-
-    Attributes:
-        requests: In the caller's order.
-        answers: `answers[i]` gets the output of `requests[i]`.
-    """
+    """Something about one engine's requests."""
 
     requests: list[Request]
     answers: list[Answer]
 
     def refuse(self, make_error: Callable[[], BaseException]) -> None:
-        """Answers each request with its own error."""
         _refuse(self.answers, make_error)
 
 
@@ -79,7 +66,6 @@ class TakeIn(_RequestsTask):
     """Queue an engine's part of a call's requests, which `RequestGroups` has already."""
 
     def run(self, core: EngineCore) -> None:
-        """Queues each request, or answers it with the reason why not."""
         for request, answer in zip(self.requests, self.answers, strict=True):
             try:
                 core.check_takes_requests()
@@ -109,7 +95,6 @@ class EndAnswered(Task):
     reason: FinishReason
 
     def run(self, core: EngineCore) -> None:
-        """Ends the request, if it is not finished."""
         core.end([self.request], self.reason)
 
 
@@ -121,23 +106,19 @@ class AbandonRequests(PerEngineCommand):
     future: Future[int]
 
     def hand_out(self, group: Recipients) -> None:
-        """Tells the engines, and frees the ids."""
         PerEngineCommand.hand_out(self, group)
         group.groups.answered(self.requests)
 
     def parts(self, num_engines: int) -> list[Self]:
-        """Each engine ends its own."""
         return [
             dataclasses.replace(self, requests=[r for r in self.requests if r.engine == index])
             for index in range(num_engines)
         ]
 
     def run(self, core: EngineCore) -> int:
-        """Ends them; returns how many were unfinished."""
         return core.end(self.requests, FinishReason("abort", message="aborted by the caller"))
 
     def combine(self, answers: Sequence[int]) -> int:
-        """The number of ended requests of all engines."""
         return sum(answers)
 
 
@@ -149,13 +130,11 @@ class Abort(PerEngineCommand):
     future: Future[int]
 
     def run(self, core: EngineCore) -> int:
-        """Ends them; returns how many were unfinished."""
         rid = self.request.rid
         found = core.scheduler.requests() if rid is None else core.find(rid)
         return core.end(found, FinishReason("abort", message=self.request.message))
 
     def combine(self, answers: Sequence[int]) -> int:
-        """The number of ended requests of all engines."""
         return sum(answers)
 
 
@@ -188,7 +167,6 @@ class Score(PerEngineCommand):
         ]
 
     def run(self, core: EngineCore) -> list[np.ndarray]:
-        """Scores its sequences, in order."""
         core.check_awake()
         slot = core.serving.adapters.find(self.lora)
         found = core.runner.scorer.score(self.sequences, self.starts, self.temperature, slot)
@@ -196,11 +174,7 @@ class Score(PerEngineCommand):
         return found
 
     def combine(self, answers: Sequence[list[np.ndarray]]) -> list[np.ndarray]:
-        """The log-probs of all sequences, in order.
-
-        Raises:
-            NonFiniteLogitsError: names the first sequence with log-probs that are not numbers.
-        """
+        """Raises NonFiniteLogitsError, which names the first sequence with such log-probs."""
         found = [each for answer in answers for each in answer]
         for index, (each, start) in enumerate(zip(found, self.starts, strict=True)):
             if np.isnan(each).any():

@@ -52,9 +52,8 @@ class Swap(GroupCommand):
     def make(self, serving: Sequence[ServingWeights]) -> Sequence[Mapping[str, jax.Array]]:
         """All arrays that each engine serves afterwards. Changes no serving array.
 
-        Raises:
-            WeightsLostError: when a donating update failed half-way, so that serving weights are
-                gone.
+        Raises WeightsLostError when a donating update failed half-way, so that serving ones are
+        gone.
         """
         raise NotImplementedError
 
@@ -65,7 +64,6 @@ class Swap(GroupCommand):
     # ------------------------------------------------------------------ the transaction
 
     def prepare(self, core: EngineCore) -> float:
-        """Raises EngineStateError if the swap cannot be done; returns the time."""
         num_running = len(core.scheduler.running)
         if self.flush_cache and self.mode == "in_place" and num_running:
             raise EngineStateError(
@@ -83,7 +81,6 @@ class Swap(GroupCommand):
         return list(zip(prepared, made, strict=True))
 
     def commit(self, core: EngineCore, prepared: tuple[float, Mapping[str, jax.Array]]) -> int:
-        """Serves the new weights; returns their version."""
         started_s, made = prepared
         slot = self.serve(core.serving, made)
         if not core.sleep_manager.asleep:
@@ -117,18 +114,12 @@ class Swap(GroupCommand):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class SwapWeights(Swap):
-    """Serve other weights; answers with the new weight version.
-
-    Attributes:
-        build: Makes the weights, or hands over those made before.
-        future: Gets the version.
-    """
+    """Serve other weights; answers with the new weight version."""
 
     build: BuildWeights
     future: Future[int]
 
     def make(self, serving: Sequence[ServingWeights]) -> list[dict[str, jax.Array]]:
-        """The new weights of each engine, with its adapters."""
         try:
             made = self.build([each.on_device for each in serving])
             return [each.with_adapters(new) for each, new in zip(serving, made, strict=True)]
@@ -138,7 +129,6 @@ class SwapWeights(Swap):
             raise
 
     def serve(self, serving: ServingWeights, made: Mapping[str, jax.Array]) -> None:
-        """Serves the weights."""
         serving.swap(made)
 
 
@@ -149,7 +139,6 @@ class ChecksumWeights(PerEngineCommand):
     future: Future[dict[str, str]]
 
     def run(self, core: EngineCore) -> dict[str, str]:
-        """The engine's checksums."""
         core.check_awake()
         return core.runner.checksum_weights()()
 
@@ -169,33 +158,23 @@ class CompareWeights(GroupCommand):
     future: Future[list[str]]
 
     def prepare(self, core: EngineCore) -> None:
-        """Raises EngineStateError while the engine sleeps or has no weights."""
         core.check_awake()
 
     def together(self, cores: Sequence[EngineCore], prepared: Sequence[None]) -> list[list[str]]:
-        """Compares the weights of each engine."""
         del prepared
         return [core.runner.differing_weights(self.source, self.rules) for core in cores]
 
     def commit(self, core: EngineCore, prepared: list[str]) -> list[str]:
-        """The engine's differing weights."""
         del core
         return prepared
 
     def combine(self, answers: Sequence[list[str]]) -> list[str]:
-        """Weights that differ in any engine."""
         return sorted({name for answer in answers for name in answer})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class SwapAdapter(Swap):
-    """Serve an adapter; it replaces one of the same name.
-
-    Attributes:
-        adapter: Name of the adapter.
-        build: Puts it into its slot.
-        future: Gets the new weight version.
-    """
+    """Serve an adapter; it replaces one of the same name."""
 
     adapter: str
     build: BuildAdapter
@@ -210,13 +189,11 @@ class SwapAdapter(Swap):
         serving.adapters.reserve(self.adapter)
 
     def make(self, serving: Sequence[ServingWeights]) -> list[dict[str, jax.Array]]:
-        """The weights of each engine, with the adapter in its slot."""
         slot = serving[0].adapters.reserve(self.adapter)
         slots = self.build([each.slots for each in serving], slot)
         return [each.with_slots(new) for each, new in zip(serving, slots, strict=True)]
 
     def serve(self, serving: ServingWeights, made: Mapping[str, jax.Array]) -> int:
-        """Serves it; returns its slot."""
         serving.swap(made)
         slot = serving.adapters.reserve(self.adapter)
         serving.adapters.add(self.adapter, slot)
@@ -225,8 +202,6 @@ class SwapAdapter(Swap):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class UnloadAdapter(GroupCommand):
-    """Free an adapter's slot."""
-
     adapter: str
     future: Future[None]
 
@@ -242,31 +217,22 @@ class UnloadAdapter(GroupCommand):
         return slot
 
     def commit(self, core: EngineCore, prepared: int) -> None:
-        """Frees the slot."""
         core.pool.reset_cache(prepared)
         core.serving.adapters.remove(self.adapter)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class CompareAdapter(GroupCommand):
-    """Find projections whose adapter differs from a source's; answers with their names.
-
-    Attributes:
-        adapter: Name of the adapter.
-        build: See `SwapAdapter`.
-        future: Gets the names.
-    """
+    """Find projections whose adapter differs from a source's; answers with their names."""
 
     adapter: str
     build: BuildAdapter
     future: Future[list[str]]
 
     def prepare(self, core: EngineCore) -> None:
-        """Raises EngineStateError while the engine sleeps or has no weights."""
         core.check_awake()
 
     def together(self, cores: Sequence[EngineCore], prepared: Sequence[None]) -> list[list[str]]:
-        """Compares the adapter of each engine."""
         del prepared
         slot = cores[0].serving.adapters.find(self.adapter)
         made = self.build([core.serving.slots for core in cores], slot)
@@ -274,10 +240,8 @@ class CompareAdapter(GroupCommand):
         return [core.serving.differing_adapter(slots) for core, slots in pairs]
 
     def commit(self, core: EngineCore, prepared: list[str]) -> list[str]:
-        """The engine's differing projections."""
         del core
         return prepared
 
     def combine(self, answers: Sequence[list[str]]) -> list[str]:
-        """Projections that differ in any engine."""
         return sorted({name for answer in answers for name in answer})

@@ -36,14 +36,7 @@ from sgljax_engine.kernels.gpu.paged_attention import (
 
 
 class HeadNorms(NamedTuple):
-    """RMS norms of each query and key head.
-
-    Attributes:
-        q: [h], weight of the queries'.
-        k: [h], weight of the keys'.
-        eps: Added to mean squares. Static.
-        offset: Added to the weights. Static.
-    """
+    """RMS norms of each query and key head: weights [h], static `eps` and `offset`."""
 
     q: jax.Array
     k: jax.Array
@@ -52,8 +45,6 @@ class HeadNorms(NamedTuple):
 
 
 class _Refs(NamedTuple):
-    """Arguments of the kernel, in order; norms are missing where there are none."""
-
     q: Any
     k: Any
     v: Any
@@ -82,21 +73,10 @@ def decode_attention(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Attends from projections, and writes the new keys and values to their pages in place.
 
-    Args:
-        q: [B, num_heads, h] projections; h is one of `paged_attention.HEAD_DIMS`.
-        k: [B, num_kv_heads, h].
-        v: [B, num_kv_heads, h].
-        rope: Sines and cosines [B, h // 2] float32 of the tokens' angles.
-        norms: Norms before the rotary embedding, if any.
-        pages: K and V of the cache without these tokens, as of `paged_attention`.
-        page_table: [B, P] int32, ids of each request's pages in order.
-        kv_lens: [B] int32, keys with these tokens, which are the last; 0 for an unused row, whose
-            token is not written.
-        options: How scores are made. Static.
-        interpret: Run the kernel as plain JAX operations on any device. Slow; for tests.
-
-    Returns:
-        [B, num_heads, h] in the queries' dtype, 0 where `kv_lens` is 0, and the pages.
+    Shape: q: [B, num_heads, h], h one of `paged_attention.HEAD_DIMS`. k, v: [B, num_kv_heads, h].
+    rope: sines and cosines [B, h // 2] float32. page_table: [B, P] int32. kv_lens: [B] int32, keys
+    with these tokens, which are the last; 0 for an unused row, whose token is not written and whose
+    output is 0. The output has the shape and dtype of q.
     """
     batch, num_heads, head_dim = q.shape
     k_pages = pages[0]

@@ -40,13 +40,7 @@ def linear(x: jax.Array, weight: jax.Array, *, interpret: bool = False) -> jax.A
 
 
 def unembed(x: jax.Array, table: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """`x @ table.T` [T, V] float32.
-
-    Args:
-        x: [T, D].
-        table: [V, D].
-        interpret: As of `linear`.
-    """
+    """`x @ table.T` [T, V] float32, of x [T, D] and a table [V, D]."""
     return _product(x, table, jnp.float32, is_table=True, interpret=interpret)
 
 
@@ -150,12 +144,7 @@ def rms_norm(
 
 
 def sines(angles: jax.Array, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Sines and cosines [T, n] float32 of angles [T, n] float32.
-
-    Args:
-        angles: Of each token.
-        interpret: As of `linear`.
-    """
+    """Sines and cosines [T, n] float32 of angles [T, n] float32."""
     size = angles.shape[1]
 
     def kernel(angles_ref: Any, sin_ref: Any, cos_ref: Any) -> None:
@@ -178,13 +167,10 @@ def sines(angles: jax.Array, *, interpret: bool = False) -> tuple[jax.Array, jax
 
 
 class Slots(NamedTuple):
-    """Where keys and values go.
+    """Pages [num_pages, num_kv_heads, page_size, h], and where in them keys and values go.
 
-    Attributes:
-        k_pages: [num_pages, num_kv_heads, page_size, h].
-        v_pages: The same of the values.
-        slots: [T] int32, page times page size plus place; a token with one that is not there is not
-            kept.
+    `slots` is [T] int32, page times page size plus offset; a token whose slot is not there is not
+    kept.
     """
 
     k_pages: jax.Array
@@ -204,17 +190,10 @@ def prepare_heads(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Norms, if any, and the rotary embedding of queries and keys, in one kernel.
 
-    Args:
-        q: [T, num_heads, h] projections.
-        k: [T, num_kv_heads, h].
-        v: [T, num_kv_heads, h].
-        rope: Sines and cosines [T, h // 2] float32 of the tokens' angles.
-        norms: Norms before the rotary embedding.
-        into: Pages to write keys and values to, in place.
-        interpret: As of `linear`.
+    Keys and values are written to their pages in place; returns queries, and the pages.
 
-    Returns:
-        Queries, and the pages.
+    Shape: q: [T, num_heads, h]. k, v: [T, num_kv_heads, h]. rope: sines and cosines [T, h // 2]
+    float32.
     """
     (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
     q_rows, kv_rows = (min(pl.next_power_of_2(n), _MAX_HEADS) for n in (num_heads, num_kv_heads))

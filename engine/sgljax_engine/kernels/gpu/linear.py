@@ -35,19 +35,13 @@ _MIN_ROWS, _MIN_OUTPUTS, _MIN_INPUTS = 16, 16, 32
 
 
 class Scaled(NamedTuple):
-    """A weight in int8, see `layers.int8`.
-
-    Attributes:
-        values: [D, N] int8.
-        scale: [N] float32, a factor of each output.
-    """
+    """A weight in int8, [D, N], with a float32 factor for each output; see `layers.int8`."""
 
     values: jax.Array
     scale: jax.Array
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the values."""
         return self.values.shape
 
 
@@ -58,12 +52,8 @@ Weight = jax.Array | Scaled
 class Tile(NamedTuple):
     """What a program of the grid computes. Static; sizes are powers of two.
 
-    Attributes:
-        rows: Tokens.
-        outputs: Outputs of a weight.
-        inputs: Inputs in a step of its loop.
-        num_warps: Groups of 32 threads.
-        num_stages: Steps whose loads are in flight.
+    A tile is tokens by outputs of a weight; `inputs` are those in a step of its loop, `num_stages`
+    the steps whose loads are in flight, `num_warps` groups of 32 threads.
     """
 
     rows: int
@@ -86,7 +76,6 @@ that take fewer they would be widened one by one."""
 
 
 def is_served(x: jax.Array, weights: Sequence[Weight]) -> bool:
-    """Whether the kernels take these inputs [T, D] and weights [D, N]."""
     return x.dtype in DTYPES and all(
         (isinstance(weight, Scaled) or weight.dtype == x.dtype) and is_size_served(*weight.shape)
         for weight in weights
@@ -129,17 +118,11 @@ def linears(
     is_fixed: bool = False,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """`x @ W` of several weights, in one kernel.
+    """`x @ W` [T, N] of x [T, D] and several weights [D, N], in one kernel, in the dtype of x.
 
-    Args:
-        x: [T, D].
-        weights: Each [D, N], see `is_served`.
-        tile: Other than the default.
-        is_fixed: Keep the tile's rows for fewer tokens too, so that bits do not depend on them.
-        interpret: Run the kernel as plain JAX operations on any device. Slow; for tests.
-
-    Returns:
-        [T, N] of each weight, in the dtype of `x`.
+    Weights are such as `is_served` says. `is_fixed` keeps the tile's rows for fewer tokens too, so
+    that bits do not depend on them. `interpret` runs plain JAX operations on any device; slow, for
+    tests.
     """
     tile = tile or _read_tile(x, JOINT, FEW_JOINT, is_fixed)
     tile = _tile_for(x, weights, tile, is_fixed)
@@ -182,16 +165,9 @@ def gated(
     is_fixed: bool = False,
     interpret: bool = False,
 ) -> jax.Array:
-    """`activation(x @ gate) * (x @ up)` [T, N], in one kernel.
+    """`activation(x @ gate) * (x @ up)` [T, N] of x [T, D] and weights [D, N], in one kernel.
 
-    Args:
-        x: [T, D].
-        gate: [D, N].
-        up: [D, N].
-        activation: Elementwise.
-        tile: As of `linears`.
-        is_fixed: As of `linears`.
-        interpret: As of `linears`.
+    The activation is elementwise; options are those of `linears`.
     """
     tile = tile or _read_tile(x, GATED, FEW_GATED, is_fixed)
     tile = _tile_for(x, (gate, up), tile, is_fixed)
@@ -220,15 +196,9 @@ def linear_add(
     is_fixed: bool = False,
     interpret: bool = False,
 ) -> jax.Array:
-    """`residual + x @ W` [T, N], in one kernel.
+    """`residual + x @ W` [T, N] of x [T, D] and a weight [D, N], in one kernel.
 
-    Args:
-        x: [T, D].
-        weight: [D, N].
-        residual: [T, N].
-        tile: As of `linears`.
-        is_fixed: As of `linears`.
-        interpret: As of `linears`.
+    Options are those of `linears`.
     """
     tile = _tile_for(x, (weight,), tile or _added_tile(x, weight), is_fixed)
 
@@ -295,7 +265,6 @@ def dot(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def tile_rows(tile: Tile) -> jax.Array:
-    """The program's tokens."""
     return pl.program_id(0) * tile.rows + jnp.arange(tile.rows, dtype=jnp.int32)
 
 

@@ -37,11 +37,9 @@ _MIN_KEYS, _MAX_KEYS = 16, 128
 class _Budget(NamedTuple):
     """Limits of a program, so that its state stays in registers.
 
-    Attributes:
-        step_bytes: Bytes of keys in a step of the loop; values take as many, and a second step is
-            in flight.
-        max_rows: Maximum number of rows of queries.
-        wide_tile: Above this many accumulators or scores a program has 8 warps instead of 4.
+    `step_bytes` are of keys in a step of the loop; values take as many, and a second step is in
+    flight. `max_rows` are of queries. Above `wide_tile` accumulators or scores a program has 8
+    warps instead of 4.
     """
 
     step_bytes: int
@@ -83,13 +81,9 @@ class Scores(NamedTuple):
 class Tiling(NamedTuple):
     """How the work is split into programs. Static.
 
-    Attributes:
-        rows: Rows of queries in a program.
-        row_tiles: Programs that share a block and kv head, each with `rows` rows.
-        keys: Keys in a step of the loop.
-        splits: Programs that share the context of a block.
-        num_warps: Groups of 32 threads in a program.
-        split_steps: Steps of the loop in a split; None for as many as share the context equally.
+    A program has `rows` rows of queries; `row_tiles` programs share a block and kv head, `splits`
+    the context of a block. A step of the loop has `keys` keys; `split_steps` is None for as many as
+    share the context equally.
     """
 
     rows: int
@@ -101,7 +95,6 @@ class Tiling(NamedTuple):
 
 
 def _power_of_two(size: int) -> int:
-    """The smallest power of two that is not below `size`."""
     return 1 << max(size - 1, 0).bit_length()
 
 

@@ -43,11 +43,8 @@ _MASKED, _UNSEEN = -1e30, -1e20
 class PrefillTiling(NamedTuple):
     """How the work is split into programs. Static.
 
-    Attributes:
-        heads: Query heads in a program, of one kv head.
-        blocks: Blocks of queries in a program.
-        keys: Keys in a step of the loop.
-        value_parts: Programs that share the channels of the values; each makes all scores.
+    A program has `heads` query heads of one kv head and `blocks` blocks, and takes `keys` keys in a
+    step. `value_parts` programs share the channels of the values; each makes all scores.
     """
 
     heads: int

@@ -29,11 +29,8 @@ _WIDE_TILE = 64 * 64
 class RaggedTile(NamedTuple):
     """What a program of the grid computes. Static; sizes are powers of two.
 
-    Attributes:
-        rows: Tokens of one expert.
-        outputs: Outputs of its weight.
-        inputs: Inputs in a step of its loop.
-        num_stages: Steps whose loads are in flight.
+    A tile is tokens of one expert by outputs of its weight; `inputs` are those in a step of its
+    loop, `num_stages` the steps whose loads are in flight.
     """
 
     rows: int
@@ -64,7 +61,6 @@ def is_served(x: jax.Array, weights: jax.Array) -> bool:
 
 
 def choose_ragged_tile(x: jax.Array, weights: jax.Array) -> RaggedTile:
-    """As many rows as an expert has tokens on average, so that few are empty or read twice."""
     num_experts, num_inputs, num_outputs = weights.shape
     mean = max(x.shape[0] // num_experts, 1)
     is_float = x.dtype.itemsize > 2

@@ -24,19 +24,12 @@ def softmax_part(
 ) -> tuple[Any, Any, Any, Any]:
     """Adds a chunk of keys to the running softmax of queries that share a kv head.
 
-    Args:
-        q: [R, head_dim] queries.
-        k: [S, head_dim] keys.
-        v: Their values.
-        old: Maximum and sum of the scores before, [R, 1] float32.
-        position: [R, S] int32, of the queries.
-        first_token: Position of the first key.
-        exists: Positions of the first key that is there, and of the one after the last.
-        scores: How scores are made.
+    Shape: q: [R, head_dim]. k, v: [S, head_dim]. old: maximum and sum of the scores before, [R, 1]
+    float32. position: [R, S] int32, of the queries. exists: positions of the first key that is
+    there, and of the one after the last.
 
-    Returns:
-        The new maximum and sum; the factor of the weighted sum of values before, and what is added
-        to it.
+    Returns the new maximum and sum; the factor of the weighted sum of values before, and what is
+    added to it.
     """
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     s = lax.dot_general(

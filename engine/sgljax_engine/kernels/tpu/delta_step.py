@@ -28,20 +28,11 @@ def delta_step(
     *,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """The new state, in the place of the old one, and the output; see `layers.delta_net.step`.
+    """The new state, in the place of the old one, and the output; see `delta_net.token_step`.
 
-    Args:
-        state: [B, V, h, d] float32; h and d are multiples of 128, and V is one of `SUBLANES`, or
-            less.
-        q: [B, V, h] float32, of each value head.
-        k: As `q`.
-        v: [B, V, d] float32.
-        keep: [B, V] float32, the part of the state that is left, exp(decay).
-        rate: [B, V] float32.
-        interpret: As of `pl.pallas_call`.
-
-    Returns:
-        [B, V, h, d] and [B, V, d], float32.
+    Shape: state: [B, V, h, d]; h and d are multiples of 128, and V is one of `SUBLANES`, or less.
+    q, k: [B, V, h], of each value head. v: [B, V, d]. keep: [B, V], the part of the state that is
+    left, exp(decay). rate: [B, V]. All float32. Returns [B, V, h, d] and [B, V, d].
     """
     num_rows, num_heads, key_dim, value_dim = state.shape
     count = min(num_heads, SUBLANES)
@@ -51,7 +42,7 @@ def delta_step(
 
     scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
     new, out = pl.pallas_call(
-        _step,
+        _kernel,
         grid=(num_rows, num_heads // count),
         in_specs=[
             block(key_dim, value_dim),
@@ -79,7 +70,7 @@ def delta_step(
     return new, out
 
 
-def _step(
+def _kernel(
     state_ref: Any,
     q_ref: Any,
     k_ref: Any,
@@ -89,7 +80,6 @@ def _step(
     new_ref: Any,
     out_ref: Any,
 ) -> None:
-    """The kernel: heads of a row one after another."""
     row, first = pl.program_id(0), pl.program_id(1) * q_ref.shape[1]
 
     def dot(x: Any, y: Any, axis: int) -> Any:

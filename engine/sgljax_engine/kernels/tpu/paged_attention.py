@@ -154,7 +154,6 @@ def _cost(
 
 
 def _row_tile(dtype: jnp.dtype) -> int:
-    """Rows of a tile in VMEM."""
     return 8 * 4 // jnp.dtype(dtype).itemsize
 
 
@@ -226,6 +225,5 @@ def _side_by_side(x_NQHh: jax.Array, sizes: Sizes) -> jax.Array:
 
 
 def _outputs_of_steps(out: jax.Array, q_NQDh: jax.Array, sizes: Sizes) -> jax.Array:
-    """Undoes `_queries_of_steps`."""
     used = sizes.step_tokens if sizes.step_tokens > 1 else q_NQDh.shape[2] // out.shape[1]
     return out[..., :used, :].reshape(q_NQDh.shape)

@@ -1,5 +1,3 @@
-"""Static facts of the kernel in `paged_attention`."""
-
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -17,14 +15,7 @@ class Scores(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Static sizes.
-
-    Attributes:
-        step_blocks: Blocks of a step.
-        num_queries: Tokens of a block.
-        chunk_pages: Pages of a chunk.
-        page_size: Tokens of a page.
-    """
+    """Static sizes."""
 
     step_blocks: int
     num_queries: int
@@ -33,12 +24,10 @@ class Sizes(NamedTuple):
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of a step."""
         return self.step_blocks * self.num_queries
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of a chunk."""
         return self.chunk_pages * self.page_size
 
     @property

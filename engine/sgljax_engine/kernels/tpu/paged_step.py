@@ -1,5 +1,3 @@
-"""One step of the kernel in `paged_attention`."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,7 +14,6 @@ from sgljax_engine.kernels.tpu.step_refs import Run, Step
 
 
 def attend_step(*refs: Any, is_writing: bool, sizes: Sizes, scores: Scores) -> None:
-    """The kernel: a step's runs, one after another."""
     # Pallas' interpreter knows the place in the grid outside of branches and loops only.
     first_block = pl.program_id(0) * sizes.step_blocks
     num_blocks = pl.num_programs(0) * sizes.step_blocks
@@ -55,7 +52,6 @@ def _repeat(count: Any, act: Callable[[Any], None]) -> None:
 
 
 def _attend_run(step: Step, run: Run) -> None:
-    """Attention of a run, and the store of its keys and values."""
     after = step.run_from(jnp.minimum(run.last + 1, step.num_blocks - 1))
     # The next run may use what this one writes, unless both are rows of a decode batch.
     prefetches = not step.is_writing or step.sizes.num_queries == 1
@@ -116,7 +112,6 @@ def _copy_chunk(step: Step, run: Run, chunk: Any, slot: Any, act: Callable[[Any]
 
 
 def _put_new(step: Step, run: Run, chunk: Any, slot: Any) -> None:
-    """Puts new keys and values into the pages of a chunk."""
     sizes = step.sizes
 
     def one_block(index: Any) -> None:

@@ -30,17 +30,8 @@ def rotate_heads(
 ) -> jax.Array:
     """Heads after their norm and the rotary embedding; as `layers.rope.apply_rope` pairs channels.
 
-    Args:
-        x_TNH: [T, num_heads, head_dim] projections; T is a multiple of `tokens_tile`, and head_dim
-            one of 128.
-        norm: Weight [head_dim], eps and offset of the norm of each head, as of
-            `layers.basic.rms_norm`; None without.
-        sin: [T, 1, head_dim // 2] float32, see `layers.rope`.
-        cos: As `sin`.
-        interpret: As of `pl.pallas_call`.
-
-    Returns:
-        [T, num_heads, head_dim] in the dtype of `x_TNH`.
+    Shape: x_TNH: projections; T is a multiple of `tokens_tile`, and H one of 128. sin, cos: [T, 1,
+    H // 2] float32. norm: weight [H], eps and offset as of `layers.basic.rms_norm`; None without.
     """
     num_tokens, num_heads, head_dim = x_TNH.shape
     width, dtype = num_heads * head_dim, x_TNH.dtype
@@ -73,12 +64,10 @@ def rotate_heads(
 
 
 def tokens_tile(dtype: jnp.dtype) -> int:
-    """Tokens of a tile in VMEM."""
     return 8 * 4 // jnp.dtype(dtype).itemsize
 
 
 def _step_tokens(num_tokens: int, token_bytes: int) -> int:
-    """Tokens of a step: a power of two that divides their number, within the limits."""
     most = min(_MAX_STEP_TOKENS, _MAX_STEP_BYTES // (4 * token_bytes))
     count = 1
     while num_tokens % (2 * count) == 0 and 2 * count <= most:
@@ -94,7 +83,6 @@ def _rotate(
     norm: tuple[float, float] | None,
     head_dim: int,
 ) -> None:
-    """The kernel: heads one after another."""
     *weight_refs, out_ref = refs
     sin, cos = sin_ref[...], cos_ref[...]
     for start in range(0, x_ref.shape[1], head_dim):

@@ -13,14 +13,9 @@ from sgljax_engine.kernels.tpu.paged_sizes import Scores, Sizes
 class Run(NamedTuple):
     """Blocks that follow each other in one request.
 
-    Attributes:
-        first: Its first block.
-        last: Its last block, whose page table has all its keys.
-        start: Position of its first token.
-        kv_len: Keys that exist, its own included.
-        page: The first page that it needs: older ones have left the window.
-        chunk: The first chunk that it needs.
-        end_chunk: The one after its last; `chunk` for an unused block.
+    The last block's page table has all its keys. `start` is the position of its first token;
+    `kv_len` counts its own keys too. `page` and `chunk` are the first that it needs: older ones
+    have left the window. `end_chunk` is the one after its last; `chunk` for an unused block.
     """
 
     first: Any
@@ -35,23 +30,12 @@ class Run(NamedTuple):
 class Step(NamedTuple):
     """The references of a step.
 
-    Attributes:
-        table_ref: [N, P] page table.
-        starts_ref: [N] first positions.
-        lens_ref: [N] numbers of keys.
-        runs_ref: [N] blocks of the run that each block starts.
-        q_ref: Queries.
-        out_ref: Outputs.
-        pools: Pages, buffer for two chunks, and the new ones or None, of keys and of values.
-        state: Maximum and sum of the scores, and weighted sum of the values, of each query.
-        next_ref: Which half of the buffers the next run's first chunk is for, and whether its
-            copies have started.
-        load_sems: For each half of the buffers.
-        store_sems: For pages that go back.
-        first_block: The first block of the step.
-        num_blocks: Blocks of all steps.
-        sizes: Static sizes.
-        scores: How scores are made.
+    table_ref: [N, P] page table. starts_ref: [N] first positions. lens_ref: [N] numbers of keys.
+    runs_ref: [N] blocks of the run that each block starts. `pools` are pages, buffer for two
+    chunks, and the new ones or None, of keys and of values. `state` is the maximum and sum of the
+    scores, and weighted sum of the values, of each query. `next_ref`: which half of the buffers the
+    next run's first chunk is for, and whether its copies have started; `load_sems` has one for each
+    half.
     """
 
     table_ref: Any
@@ -108,7 +92,6 @@ class Step(NamedTuple):
 
     @property
     def is_writing(self) -> bool:
-        """Whether there are new keys and values."""
         return self.pools[0][2] is not None
 
     def run_from(self, first: Any) -> Run:

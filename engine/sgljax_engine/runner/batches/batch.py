@@ -170,7 +170,6 @@ def empty_prefill_batch(
     has_states: bool = False,
     has_windows: bool = False,
 ) -> ForwardBatch:
-    """A batch with a bucket's shapes and no tokens."""
     windows = np.zeros(1, np.int32) if has_windows else None
     packed = _pack([], 0, block, 1, table_width, has_adapters, windows)
     if has_states:
@@ -179,7 +178,6 @@ def empty_prefill_batch(
 
 
 def _state_slots(chunks: Sequence[PrefillChunk], block: int) -> Any:
-    """The slot of each block's request, int32."""
     counts = [-(-chunk.num_tokens // block) for chunk in chunks]
     return np.repeat(np.array([chunk.request.state_slot for chunk in chunks], np.int32), counts)
 
@@ -193,7 +191,6 @@ def _pack(
     has_adapters: bool,
     windows: np.ndarray | None,
 ) -> ForwardBatch:
-    """Packs all chunks into arrays of exactly their blocks, `size` tokens."""
     input_ids = np.zeros(size, np.int32)
     positions = np.zeros(size, np.int32)
     slot_mapping = np.full(size, NO_SLOT, np.int32)
@@ -226,8 +223,6 @@ def _pack(
 
 
 def _cut(packed: ForwardBatch, start: int, count: int, bucket: int, block: int) -> ForwardBatch:
-    """Takes `count` tokens of a batch from `start` on, padded to a bucket."""
-
     def cut(x: jax.Array, unit: int, fill: int = 0) -> Any:
         out = np.full((bucket // unit, *x.shape[1:]), fill, np.int32)
         out[: count // unit] = x[start // unit : (start + count) // unit]

@@ -17,13 +17,7 @@ _REFERENCES_OF_MODEL_LEN = 16
 
 
 class TextSizes(NamedTuple):
-    """Tokens of a text.
-
-    Attributes:
-        references: Those of references, each followed by an entry without a token.
-        own: The row's own at the start of a dispatch.
-        grown: Tokens of the row that a dispatch may add.
-    """
+    """Tokens of a text: references with an end mark each, own tokens, and new ones."""
 
     references: int
     own: int

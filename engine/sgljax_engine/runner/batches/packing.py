@@ -37,12 +37,7 @@ class ScoreBatch(NamedTuple):
 
 
 class PackedScores(NamedTuple):
-    """A batch for a few sequences.
-
-    Attributes:
-        batch: For the `score` program.
-        slots: For each sequence, the index of the result for each scored token.
-    """
+    """A batch for a few sequences, and for each the index of the result for each scored token."""
 
     batch: ScoreBatch
     slots: list[np.ndarray]
@@ -68,14 +63,9 @@ def pack_scores(
 ) -> Iterator[PackedScores]:
     """Packs sequences, in order, into as few batches as possible.
 
-    Args:
-        sequences: Token ids.
-        starts: First token to score in each sequence, at least 1.
-        buckets: Batch sizes in tokens, ascending multiples of `block`; the last holds any sequence.
-        max_tokens: Maximum size of a batch with several sequences; one of the buckets.
-        block: Tokens of a block.
-        table_width: Blocks of the longest sequence.
-        shares: Pack equal blocks once. If not, the blocks of a sequence are neighbours.
+    The first scored token of a sequence is at least 1. Buckets are ascending multiples of `block`
+    tokens, one of which is `max_tokens`, the maximum of a batch with several sequences. Unless
+    `shares`, the blocks of a sequence are neighbours, and equal ones are packed again.
     """
     packer = _Packer(block, shares)
     paths: list[list[int]] = []
@@ -108,7 +98,6 @@ class _Packer:
         return -1 if self._shares else -1 - len(self.blocks)
 
     def num_new(self, sequence: Sequence[int]) -> int:
-        """Number of blocks that adding a sequence would create."""
         parent = self._root
         for depth, tokens in self._cut(sequence):
             found = self.blocks.get(_Block(parent, depth, tokens))
@@ -118,7 +107,6 @@ class _Packer:
         return 0
 
     def add(self, sequence: Sequence[int]) -> list[int]:
-        """Returns the sequence's blocks, and creates the new ones."""
         path, parent = [], self._root
         for depth, tokens in self._cut(sequence):
             parent = self.blocks.setdefault(_Block(parent, depth, tokens), len(self.blocks))

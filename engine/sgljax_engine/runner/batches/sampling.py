@@ -33,7 +33,6 @@ def table_buckets(vocab_size: int) -> tuple[int, ...]:
 
 
 def build_sampling_batch(requests: Sequence[Request], size: int) -> SamplingBatch:
-    """Sampling settings of the rows of a decode batch; padding rows are greedy."""
     temperature = np.zeros(size)
     top_k = np.full(size, KEEP_ALL)
     top_p = np.ones(size)
@@ -112,7 +111,6 @@ def _changes_next_logits(request: Request) -> bool:
 
 
 def empty_table(size: int, width: int, vocab_size: int) -> SamplingTable:
-    """Settings that change nothing, as numpy arrays."""
     arrays: dict[str, Any] = {
         "edit_ids": np.full((size, width), vocab_size, np.int32),
         "edit_values": np.zeros((size, width), np.float32),
@@ -141,7 +139,6 @@ def _seen_tokens(request: Request) -> TokenCounts | None:
 def build_logprob_batch(
     requests: Sequence[Request], size: int, vocab_size: int
 ) -> LogprobBatch | None:
-    """Further log-probs that rows ask for; None when no row asks."""
     if not any(request.logprob_options.has_extras for request in requests):
         return None
     num_top = max(request.logprob_options.top_num for request in requests)

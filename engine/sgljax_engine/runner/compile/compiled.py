@@ -89,18 +89,15 @@ _PROGRAMS = {
 
 
 def takes_kv(name: str) -> bool:
-    """Whether a program uses the KV pages."""
     return "kv" in _PROGRAMS[name].takes
 
 
 class ProgramCache:
     """Programs by name and argument shapes.
 
-    Attributes:
-        num_compiles: Number of programs prepared so far; `_jitted` may find one compiled already.
-        compile_s: Seconds that the engine thread spent on them.
-        is_sealed: Whether a missing program is refused instead of compiled.
-        progress: Told of each program that its first use compiles; None tells nobody.
+    `num_compiles` counts programs prepared so far; `_jitted` may find one compiled already.
+    `compile_s` is what the engine thread spent on them. Once `is_sealed`, a missing program is
+    refused. `progress` is told of each program that its first use compiles.
     """
 
     def __init__(
@@ -109,13 +106,6 @@ class ProgramCache:
         placement: Placement,
         lowerings: Lowerings | None = None,
     ) -> None:
-        """Starts empty.
-
-        Args:
-            static: What programs are compiled for.
-            placement: Placement of their arguments.
-            lowerings: Those of the engine's group; None for a single engine.
-        """
         self._static = static
         self._placement = placement
         self._lowerings = lowerings
@@ -125,14 +115,11 @@ class ProgramCache:
         self.is_sealed = False
         self.progress: ProgressListener | None = None
 
-    def run(self, call: ProgramCall, state: ProgramState) -> tuple[ProgramState, Any]:
+    def run_program(self, call: ProgramCall, state: ProgramState) -> tuple[ProgramState, Any]:
         """Runs a program, compiled first if it is new. Donates the parts of the cache it writes.
 
-        Returns:
-            The state with the parts that the program updated, and its result, or None.
-
-        Raises:
-            CompileForbiddenError: when it is new and the cache is sealed.
+        Returns the state with the parts that the program updated, and its result, or None. Raises
+        CompileForbiddenError when it is new and the cache is sealed.
         """
         key = call.key
         if key not in self._programs:
@@ -162,12 +149,7 @@ class ProgramCache:
     ) -> None:
         """Compiles the missing programs of the calls, several at a time.
 
-        An error carries a note that names its program.
-
-        Args:
-            calls: One call for each program.
-            state: The state that they will use.
-            on_compiled: Called for each program, on the thread that compiled it.
+        `on_compiled` is called on the thread that compiled it. An error names its program.
         """
         options = compiler_options(self._placement.is_own_cpu)
         new = {key: call for call in calls if (key := call.key) not in self._programs}
@@ -194,12 +176,7 @@ class ProgramCache:
     def compile_alone(self, call: ProgramCall, state: ProgramState) -> jax.stages.Compiled:
         """A call's program, compiled for the devices of a single engine and not kept.
 
-        Args:
-            call: The call.
-            state: As for `lower`. Its devices need not exist.
-
-        Raises:
-            ProgramDoesNotFit: when the compiler finds no room in the devices' memory.
+        The devices need not exist. Raises ProgramDoesNotFit when the compiler finds no room there.
         """
         assert self._lowerings is None
         options = compiler_options(self._placement.is_own_cpu)
@@ -210,16 +187,10 @@ class ProgramCache:
             return _compile(call.key, lowered, None, options, lambda: None)
 
     def clear(self) -> None:
-        """Drops all programs; those shared between engines stay with the process."""
         self._programs.clear()
 
     def lower(self, call: ProgramCall, state: ProgramState) -> jax.stages.Lowered:
-        """A call's program before compilation.
-
-        Args:
-            call: The call.
-            state: Arrays, or their `jax.ShapeDtypeStruct`s with shardings.
-        """
+        """A call's program before compilation; the state may be shapes with shardings."""
         program = _PROGRAMS[call.name]
         everywhere = self._placement.replicated
         placed = {
@@ -253,7 +224,6 @@ class Lowerings:
     """
 
     def __init__(self) -> None:
-        """Starts empty."""
         self._lock = threading.Lock()
         self._lowered: dict[tuple[Any, ...], jax.stages.Lowered] = {}
 
@@ -293,12 +263,6 @@ def _jitted(
     """A program before compilation: the same object for the same arguments.
 
     So JAX finds what it traced, lowered and compiled for another engine of this process.
-
-    Args:
-        name: A key of `_PROGRAMS`.
-        static: Static facts that it is compiled for.
-        shardings: Shardings of its inputs and outputs, as the leaves of a tree.
-        structure: Structure of that tree.
     """
     function, takes, gives = _PROGRAMS[name]
     in_shardings, out_shardings = jax.tree.unflatten(structure, shardings)
@@ -317,7 +281,6 @@ def _compile(
     options: Options | None,
     on_compiled: Callable[[], None],
 ) -> jax.stages.Compiled:
-    """Compiles a lowered program. Any thread: lowering has fixed everything that it depends on."""
     started = time.perf_counter()
     with _named(key):
         if devices is None:
@@ -332,7 +295,6 @@ def _compile(
 
 @contextlib.contextmanager
 def _named(key: tuple[Any, ...]) -> Iterator[None]:
-    """Adds to an error which program could not be compiled."""
     try:
         yield
     except Exception as error:

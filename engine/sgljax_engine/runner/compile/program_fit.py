@@ -30,12 +30,8 @@ def checked_fit() -> Iterator[None]:
 class ProgramMemory:
     """Bytes of a program on one device, by its compiler.
 
-    Attributes:
-        argument_bytes: Arguments, with the padding of their layouts.
-        output_bytes: Results.
-        alias_bytes: Results that are in the memory of donated arguments.
-        temp_bytes: Temporaries.
-        code_bytes: The program itself.
+    Arguments have the padding of their layouts; aliases are results in the memory of donated
+    arguments.
     """
 
     argument_bytes: int
@@ -58,10 +54,8 @@ class ProgramMemory:
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes that the program takes beside its arguments."""
         return self.output_bytes - self.alias_bytes + self.temp_bytes + self.code_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes that the program takes in all."""
         return self.argument_bytes + self.extra_bytes

@@ -9,14 +9,10 @@ from sgljax_engine.runner.batches.drafts import TextSizes
 
 
 class BatchShapes(NamedTuple):
-    """The sizes to which batches are padded.
+    """The sizes to which batches are padded; buckets ascend.
 
-    Attributes:
-        batch_buckets: Decode batch sizes, ascending.
-        token_buckets: Prefill sizes, ascending, multiples of `token_block`.
-        token_block: Tokens in a prefill block.
-        table_width: Pages of the longest request.
-        text_sizes: Tokens that a row may draft from; None without speculation.
+    Token buckets are multiples of `token_block`, the tokens in a prefill block. `table_width`
+    counts the pages of the longest request, `text_sizes` the tokens that a row may draft from.
     """
 
     batch_buckets: tuple[int, ...]

@@ -24,13 +24,7 @@ _ALIGNMENT = 64
 
 
 class HostArray(NamedTuple):
-    """One array on the host.
-
-    Attributes:
-        shape, sharding: Shape and sharding of the array on the devices.
-        beside: The array in host memory of its devices, or None.
-        parts: Otherwise each distinct shard, by the slices of the array that it holds.
-    """
+    """One array on the host: in host memory of its devices, or its distinct shards by slices."""
 
     shape: tuple[int, ...]
     sharding: jax.sharding.Sharding
@@ -39,7 +33,6 @@ class HostArray(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the array, counting each part once."""
         if self.beside is not None:
             return self.beside.nbytes
         return sum(part.nbytes for part in self.parts.values())
@@ -88,7 +81,6 @@ def to_device(tree: Any) -> Any:
 
 
 def num_bytes(tree: Any) -> int:
-    """Bytes of all `HostArray`s of a pytree."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, HostArray))
     return sum(leaf.nbytes for leaf in leaves)
 

@@ -35,11 +35,8 @@ and the `HostArray`s of their states in each layer."""
 class KVMemory:
     """Pages and recurrent states: allocates and frees their memory, and copies their contents.
 
-    Attributes:
-        num_pages: Pages in the pool.
-        num_window_pages: Window pages; 0 without.
-        num_state_slots: Slots of recurrent states; 0 without.
-        kv: The pages; none while they are not allocated.
+    Window pages include the null page, see `cache.window`. `kv` is empty while nothing is
+    allocated.
     """
 
     def __init__(
@@ -53,18 +50,6 @@ class KVMemory:
         num_state_slots: int,
         make_zeros: MakeZeros,
     ) -> None:
-        """Allocates the pages.
-
-        Args:
-            programs: Programs to run on the pages.
-            static: The static context of the programs.
-            placement: Devices and shardings.
-            num_pages: Pages in the pool.
-            num_window_pages: Window pages, the null page included, see `cache.window`; 0
-                without.
-            num_state_slots: Slots of recurrent states; 0 without.
-            make_zeros: Makes the arrays.
-        """
         self._make_zeros = make_zeros
         self._programs = programs
         self._static = static
@@ -78,21 +63,18 @@ class KVMemory:
 
     @property
     def _shardings(self) -> list[jax.sharding.NamedSharding]:
-        """Shardings of the pages of each cached layer."""
         return list(map(self._placement.kv_sharding, self._static.context.config.cached_kv))
 
     # ------------------------------------------------------------------ programs
 
-    def run(self, call: ProgramCall, weights: Mapping[str, jax.Array]) -> Any:
-        """Dispatches a program and returns its result, which nobody has waited for."""
+    def run_program(self, call: ProgramCall, weights: Mapping[str, jax.Array]) -> Any:
         if takes_kv(call.name):
-            self.take()
-        state, result = self._programs.run(call, self.state(weights))
+            self.allocate()
+        state, result = self._programs.run_program(call, self.state(weights))
         self.kv = state.kv
         return result
 
     def state(self, weights: Mapping[str, jax.Array]) -> ProgramState:
-        """Arguments of programs: the current memory, and weights."""
         return ProgramState(weights, self.kv)
 
     def check(self) -> None:
@@ -111,7 +93,7 @@ class KVMemory:
         """False after `release`, until a program needs the pages."""
         return bool(self.kv.layers)
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         """Allocates the pages, unless they are; returns the bytes."""
         if self.is_allocated:
             return 0
@@ -119,14 +101,12 @@ class KVMemory:
         return self._num_bytes
 
     def release(self) -> int:
-        """Frees the pages, contents included; returns the bytes."""
         num_bytes = self._num_bytes
         self.wait()  # memory that a program still writes is not free
         self.drop()
         return num_bytes
 
     def drop(self) -> None:
-        """Drops the pages, valid or not."""
         self.kv = KVPages()
 
     def recover(self) -> bool:
@@ -185,16 +165,11 @@ class KVMemory:
     # ------------------------------------------------------------------ contents
 
     def save_pages(self, pages: Sequence[int], windows: np.ndarray | None = None) -> SavedPages:
-        """Copies pages to the host; waits for it.
-
-        Args:
-            pages: Their ids.
-            windows: The window page of each page, or -1, see `cache.window`; None without.
-        """
+        """Copies pages, and their window pages if there are some, to the host; waits for it."""
         chunks: list[tuple[np.ndarray, Any]] = []
         for ids in chunk_ids(pages, self.pages_per_copy, self.num_pages):
             call = ProgramCall("read_pages", (page_ids(ids, windows),))
-            state, _ = self._programs.run(call, self.state({}))
+            state, _ = self._programs.run_program(call, self.state({}))
             chunks.append((ids, to_host(state.moved, self._host_memory)))
         return SavedPages(chunks)
 
@@ -203,17 +178,14 @@ class KVMemory:
     ) -> None:
         """Restores those of these pages that were saved. A failure leaves no pages at all.
 
-        Args:
-            saved: The saved pages.
-            pages: Ids of the pages.
-            windows: The current window page of each page, or -1. A page that had none when it was
-                saved must have none.
+        `windows` has the current window page of each page, or -1. A page that had none when it was
+        saved must have none.
         """
-        self.take()
+        self.allocate()
         try:
             for ids, contents in saved.only(pages, self.num_pages):
                 state = self.state({})._replace(moved=to_device(contents))
-                state, _ = self._programs.run(
+                state, _ = self._programs.run_program(
                     ProgramCall("write_pages", (page_ids(ids, windows),)), state
                 )
                 self.kv = state.kv
@@ -225,16 +197,21 @@ class KVMemory:
     def save_states(self, slots: Sequence[int]) -> SavedStates:
         """Copies the recurrent states in these slots to the host; waits for it."""
         return [
-            (ids, to_host(self.run(ProgramCall("read_states", (ids,)), {}), self._host_memory))
+            (
+                ids,
+                to_host(
+                    self.run_program(ProgramCall("read_states", (ids,)), {}), self._host_memory
+                ),
+            )
             for ids in chunk_ids(slots, self._states_per_copy, self.num_state_slots)
         ]
 
     def load_states(self, saved: SavedStates) -> None:
         """Restores states into their slots. A failure leaves no pages at all, nor states."""
-        self.take()
+        self.allocate()
         try:
             for ids, contents in saved:
-                self.run(ProgramCall("write_states", (to_device(contents), ids)), {})
+                self.run_program(ProgramCall("write_states", (to_device(contents), ids)), {})
             self.check()
         except BaseException:
             self.drop()

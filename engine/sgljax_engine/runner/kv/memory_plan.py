@@ -1,5 +1,3 @@
-"""Plans how much memory the KV cache takes."""
-
 from __future__ import annotations
 
 import logging
@@ -21,12 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class MemoryPlan(NamedTuple):
-    """The memory of an engine.
-
-    Attributes:
-        report: What it takes.
-        windows: Sizes of the window pages, see `cache.window`; None without.
-    """
+    """The memory of an engine, and the sizes of its window pages if it has some."""
 
     report: MemoryReport
     windows: WindowSizes | None
@@ -45,22 +38,10 @@ def plan_memory(
     are_loaded: bool = True,
     device_bytes: int | None = None,
 ) -> MemoryPlan:
-    """Chooses the size of one engine's KV cache.
+    """Chooses the size of one engine's KV cache; an error says what would fit.
 
-    Args:
-        model: The engine's model.
-        config: The engine's configuration, see `EngineConfig.per_engine`.
-        placement: The engine's placement.
-        max_model_len: Maximum number of tokens of a sequence.
-        weights_bytes: Bytes of the weights.
-        heads_per_row: Kv heads in a row of a page, see `PageLayout`.
-        program_bytes: Bytes of all the engine's devices that programs need beside weights and KV.
-        num_engines: Engines of the group, which share the memory of a host.
-        are_loaded: Whether the weights are loaded, so that free memory excludes them already.
-        device_bytes: As for `engine_free_bytes`; the weights must not be loaded then.
-
-    Raises:
-        InvalidConfigError: when the configuration does not fit; says what would fit.
+    `program_bytes` are those of all the engine's devices that programs need beside weights and KV.
+    If weights `are_loaded`, free memory excludes them already; not so with `device_bytes`.
     """
     cache = config.cache
     per_page = cache.page_size * sum(bytes_per_token(model, config, placement, heads_per_row))
@@ -152,11 +133,8 @@ def engine_free_bytes(
 ) -> int | None:
     """Free memory of one engine of a group, in bytes; None when its devices do not say.
 
-    Args:
-        placement: The engine's placement.
-        num_engines: Engines of the group, which share the memory of a host if they are on its CPUs.
-        device_bytes: Memory of one device with nothing in it, for devices that nobody has. None
-            asks the devices.
+    Engines on a host's CPUs share its memory. `device_bytes` is that of one device with nothing in
+    it, for devices that nobody has.
     """
     if device_bytes is not None:
         return device_bytes * placement.num_tensor_shards

@@ -1,5 +1,3 @@
-"""Chooses how many devices an engine takes, where the configuration leaves that open."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -35,19 +33,8 @@ def fit_parallel(
     """Replaces "auto", and sizes that cannot fit the devices' memory, by those that fit.
 
     An engine fits if its weights, and the KV cache of one sequence of `max_model_len` within
-    `mem_fraction_static` of what they leave, fit the free memory of its devices.
-
-    Args:
-        model: The model to place.
-        config: Has the sizes that were asked for.
-        mesh: The caller's mesh.
-        dtype: Dtype of weights and KV cache.
-        device_bytes: As for `engine_free_bytes`.
-
-    Raises:
-        NoSizeFits: for "auto" that finds none.
-        InvalidConfigError: for "auto" on devices that do not report their memory, and when the
-            model or its attention backend cannot be had on any number of them.
+    `mem_fraction_static` of what they leave, fit the free memory of its devices. Refuses "auto" on
+    devices that do not report their memory.
     """
     asked = config.parallel
     is_auto = asked.tp_size == "auto"
@@ -97,12 +84,7 @@ def _needed_and_free(
     parallel: ParallelConfig,
     device_bytes: int | None,
 ) -> tuple[int, int | None]:
-    """Bytes that an engine needs at least, and those that are free on its devices.
-
-    Raises:
-        InvalidConfigError: when the model cannot be sharded so, or the attention backend that was
-            asked for is not available then.
-    """
+    """Bytes that an engine needs at least, and those that are free on its devices."""
     group = place(model, mesh, dtype, parallel, config.runtime)
     engine = group.engines[0]
     runtime = config.runtime

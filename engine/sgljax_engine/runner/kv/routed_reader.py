@@ -26,7 +26,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 class RoutedReader:
-    """Brings the rows of `KVPages.routed` to requests."""
+    """Brings the rows of `KVPages.routed`, [layers, experts of a token], to requests."""
 
     def __init__(
         self,
@@ -35,14 +35,6 @@ class RoutedReader:
         page_size: int,
         num_pages: int,
     ) -> None:
-        """Reads nothing yet.
-
-        Args:
-            run: Dispatches a program and returns its result.
-            row_shape: Layers, and experts of a token in each.
-            page_size: Tokens in a page.
-            num_pages: Pages in the pool.
-        """
         self._run = run
         self._row_shape = row_shape
         self._page_size = page_size
@@ -54,7 +46,6 @@ class RoutedReader:
     def make(
         cls, run: Callable[[ProgramCall], Any], static: ProgramContext, num_pages: int
     ) -> RoutedReader | None:
-        """A reader for programs that keep experts; None for others."""
         config = static.context.config
         if not static.context.returns_routed or config.moe is None:
             return None
@@ -62,14 +53,13 @@ class RoutedReader:
         return cls(run, row_shape, static.page_size, num_pages)
 
     def warm_call(self) -> ProgramCall:
-        """A call of the program."""
         return ProgramCall("read_routed", (np.zeros(self._chunk, np.int32),))
 
     def read_after_step(self, plan: SchedulerOutput, result: StepOutput) -> None:
-        """Reads the experts of requests that a step ends.
+        """Reads the experts of requests that a step ends, before the scheduler takes its results.
 
         And of those with stop strings, which may be answered after any step without the engine
-        thread. The scheduler must not have taken the step's results yet.
+        thread.
         """
         self.read(
             [
@@ -88,11 +78,7 @@ class RoutedReader:
             logger.exception("reading the experts of ended requests failed")
 
     def read(self, wanted: Sequence[tuple[Request, int]]) -> None:
-        """Fills `Request.routed` up to so many tokens of each request; waits for the device.
-
-        Args:
-            wanted: Requests that have their pages, and numbers of tokens that are computed.
-        """
+        """Fills `Request.routed` up to so many computed tokens; waits for the device."""
         spans = [(r, _num_rows(r), n) for r, n in wanted if n > _num_rows(r)]
         size = self._page_size
         pages = [r.pages[start // size : -(-end // size)] for r, start, end in spans]

@@ -14,18 +14,16 @@ _CHUNK_BYTES = 64 << 20
 
 
 class SavedPages(NamedTuple):
-    """Pages copied out of the cache.
+    """Pages copied out of the cache, by chunks.
 
-    Attributes:
-        chunks: The page ids of each chunk, int32 [N], and the `HostArray`s of a `KVPages` of N
-            pages. Ids beyond the pool are padding.
+    A chunk is page ids, int32 [N], of which those beyond the pool are padding, and the `HostArray`s
+    of a `KVPages` of N pages.
     """
 
     chunks: list[tuple[np.ndarray, Any]]
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the host."""
         return sum(num_bytes(contents) for _, contents in self.chunks)
 
     def only(self, pages: Collection[int], num_pages: int) -> Iterator[tuple[np.ndarray, Any]]:

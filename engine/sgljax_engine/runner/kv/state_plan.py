@@ -14,12 +14,9 @@ from sgljax_engine.runner.compile.shapes import default_batch_buckets
 
 
 class StatePool(NamedTuple):
-    """The states of an engine.
+    """The states of an engine, and their bytes with those of the largest batch that may decode.
 
-    Attributes:
-        num_slots: States that it holds.
-        num_bytes: Bytes of them, and of the rows of the largest batch that may decode, which works
-            on copies.
+    A decoding batch works on copies.
     """
 
     num_slots: int
@@ -34,15 +31,6 @@ def plan_states(
     One for each of `max_running_requests`, and as many for cached prefixes, unless the
     configuration says otherwise. If memory is limited they take at most half of what
     `mem_fraction_static` leaves to states and pages.
-
-    Args:
-        model: The engine's model.
-        config: The engine's configuration.
-        placement: The engine's placement.
-        free_bytes: Free memory beside the weights; None if the devices do not say.
-
-    Raises:
-        InvalidConfigError: when the configuration does not fit; says what would fit.
     """
     per_slot = state_bytes(model.linear_attention, placement.num_tensor_shards)
     cache, most_running = config.cache, config.scheduler.max_running_requests

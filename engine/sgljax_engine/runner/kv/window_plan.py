@@ -17,14 +17,10 @@ _SPARE_PAGES = 4
 
 
 class KVPools(NamedTuple):
-    """The pages of an engine.
+    """The pages of an engine: those of layers that have no others, and window pages.
 
-    Attributes:
-        num_pages: Pages, of the layers that have no others.
-        windows: Sizes of the window pages; None if all layers have the same pages.
-        kv_bytes: Bytes of both.
-        saved_bytes: Bytes that pages of all layers for as many tokens would take beside that.
-        rule: See `MemoryReport.rule`.
+    `kv_bytes` are those of both, `saved_bytes` what pages of all layers for as many tokens would
+    take beside that. See `MemoryReport.rule`.
     """
 
     num_pages: int
@@ -65,15 +61,6 @@ def split_windows(
     Window pages suffice for `max_running_requests`, and for as many windows again at the ends of
     cached prefixes, but take at most half of a limited memory. There are none if that is not less
     than before.
-
-    Args:
-        model: The engine's model.
-        config: The engine's configuration.
-        placement: The engine's placement.
-        max_model_len: Maximum number of tokens of a sequence.
-        heads_per_row: Kv heads in a row of a page.
-        num_pages: Pages of all layers.
-        rule: The rule that set their number.
     """
     page_size = config.cache.page_size
     per_token = bytes_per_token(model, config, placement, heads_per_row)

@@ -29,8 +29,7 @@ class Pages(NamedTuple):
     slots: jax.Array
     windows: Pages | None = None
 
-    def of(self, options: AttentionOptions) -> Pages:
-        """Tables and slots of a layer with these options."""
+    def for_layer(self, options: AttentionOptions) -> Pages:
         if self.windows is None or options.sliding_window is None:
             return self
         return self.windows
@@ -71,7 +70,7 @@ def paged_attend(attention: Attention, pages: Pages) -> Attend:
         tokens: jax.Array | NewTokens, layer: LayerCache, options: AttentionOptions
     ) -> tuple[jax.Array, LayerCache]:
         assert isinstance(layer, LayerKV)
-        tables, slots, _ = pages.of(options)
+        tables, slots, _ = pages.for_layer(options)
         if isinstance(tokens, NewTokens):
             return attention.write_and_attend(tokens, layer, tables, slots, options)
         return attend_to_tokens(attention, tokens, layer, tables, options), layer

@@ -14,13 +14,7 @@ from sgljax_engine.speculation.plan import TOKENS_PER_STEP, row_tokens
 
 
 class DraftContext(NamedTuple):
-    """Static facts of decode steps with drafts.
-
-    Attributes:
-        num_drafts: Most draft tokens of a row in a step; 0 without speculation.
-        max_step_tokens: Most tokens of a step.
-        search: Finds drafts in texts.
-    """
+    """Static facts of decode steps with drafts: limits of a row and of a step."""
 
     num_drafts: int = 0
     max_step_tokens: int = 0
@@ -30,15 +24,10 @@ class DraftContext(NamedTuple):
 class ProgramContext(NamedTuple):
     """Static facts that all programs of an engine are compiled for. Hashable.
 
-    Attributes:
-        page_layouts: Layout of a token's heads in a page, for each cached layer.
-        prefill_pass: Number of tokens that prefill and scores take through the layers in one pass.
-            A larger bucket, of a whole number of passes, makes as many passes as its tokens need;
-            None makes one pass of all.
-        sampler: Draws tokens and computes log-probs.
-        num_vocab_shards: Devices that share the vocabulary.
-        has_windows: Whether sliding layers have window pages, see `cache.window`.
-        drafts: Of decode steps with drafts.
+    `prefill_pass` is the number of tokens that prefill and scores take through the layers in one
+    pass. A larger bucket, of a whole number of passes, makes as many passes as its tokens need;
+    None makes one pass of all. `num_vocab_shards` devices share the vocabulary. `has_windows`:
+    sliding layers have window pages.
     """
 
     model: ModelDefinition
@@ -61,7 +50,6 @@ class ProgramContext(NamedTuple):
 
     @property
     def max_row_tokens(self) -> int:
-        """Most tokens of a row in a dispatch with drafts."""
         return TOKENS_PER_STEP * self.max_steps
 
     def row_tokens(self, num_rows: int) -> tuple[int, ...]:

@@ -23,8 +23,8 @@ from sgljax_engine.cache.kv_pages import KVPages, LayerKV
 from sgljax_engine.cache.layer_states import (
     LayerState,
     VerifyState,
-    put_states,
-    take_states,
+    gather_states,
+    scatter_states,
     verify_state,
 )
 from sgljax_engine.config import TOKEN_BLOCK
@@ -132,7 +132,7 @@ def decode(
     run = _Run(params, rows, sampling, options, drafts, static)
     caches: tuple[LayerCache, ...] = kv.layers
     if rows.state_slots is not None:
-        states = take_states(kv.states, rows.state_slots, rows.positions)
+        states = gather_states(kv.states, rows.state_slots, rows.positions)
         caches = (*caches, *map(run.before_steps, states))
     start = _Carry(
         step=jnp.zeros((), jnp.int32),
@@ -158,7 +158,7 @@ def decode(
     states = kv.states
     if rows.state_slots is not None:
         new = tuple(_state(cache) for cache in end.caches if not isinstance(cache, LayerKV))
-        states = put_states(states, new, rows.state_slots)
+        states = scatter_states(states, new, rows.state_slots)
     return KVPages(layers, end.routed, states), end.output
 
 
@@ -167,8 +167,6 @@ def _state(cache: LayerState | VerifyState) -> LayerState:
 
 
 class _Run(NamedTuple):
-    """Values that do not change during a dispatch."""
-
     params: Params
     rows: DecodeBatch
     sampling: SamplingBatch
@@ -178,7 +176,6 @@ class _Run(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Tokens of a row in a step, q."""
         return 1 if self.drafts is None else self.drafts.places.shape[0]
 
     def per_token(self, x: jax.Array) -> jax.Array:
@@ -190,12 +187,10 @@ class _Run(NamedTuple):
         return x.reshape(-1, self.width, *x.shape[1:])
 
     @property
-    def place(self) -> jax.Array:
-        """[1, q] int32, index of a token among its row's."""
+    def index_in_row(self) -> jax.Array:
         return jnp.arange(self.width, dtype=jnp.int32)[None]
 
     def is_active(self, carry: _Carry) -> jax.Array:
-        """Which rows [B] go on."""
         return (carry.output.num_tokens < self.rows.step_limits) & ~carry.output.stopped
 
     # ------------------------------------------------------------------ the start
@@ -281,12 +276,12 @@ class _Run(NamedTuple):
         """One forward pass: logits [T, V], the pass, and slots [T]."""
         context, rows = self.static.context, self.rows
         first = rows.positions + carry.output.num_tokens
-        positions = (first[:, None] + self.place).reshape(-1)
+        positions = (first[:, None] + self.index_in_row).reshape(-1)
         input_ids, is_used = carry.input_ids, active
         if carry.text is not None:
             both = jnp.concatenate([input_ids[:, None], carry.text.drafts.tokens], axis=1)
             input_ids = jnp.maximum(both, 0).reshape(-1)
-            is_used = (self.place < counts[:, None]).reshape(-1)
+            is_used = (self.index_in_row < counts[:, None]).reshape(-1)
         attend, slots = self.attend(positions, is_used, first, counts)
         adapters = None if rows.adapters is None else self.per_token(rows.adapters)
         tokens = Pass(
@@ -373,7 +368,7 @@ class _Run(NamedTuple):
         """A token at each position, as if all drafts before it were right."""
         static, table, adjusted = self.static, carry.table, None
         sampling = jax.tree.map(self.per_token, self.sampling)
-        offset = (carry.output.num_tokens[:, None] + self.place).reshape(-1)
+        offset = (carry.output.num_tokens[:, None] + self.index_in_row).reshape(-1)
         others = self.options.logprobs
         if others is not None:
             others = others._replace(token_ids=self.per_token(others.token_ids))
@@ -381,7 +376,7 @@ class _Run(NamedTuple):
             table = jax.tree.map(self.per_token, table)
             if carry.text is not None:
                 drafted = self.per_token(carry.text.drafts.tokens)
-                place = jnp.tile(self.place[0], len(self.rows.input_ids))
+                place = jnp.tile(self.index_in_row[0], len(self.rows.input_ids))
 
                 def add(number: jax.Array, table: SamplingTable) -> SamplingTable:
                     return record(table, drafted[:, number], place > number)
@@ -402,7 +397,9 @@ class _Run(NamedTuple):
                 tokens, active.astype(jnp.int32), jnp.zeros_like(active, jnp.int32), stopped
             )
         drafts = carry.text.drafts
-        right = (tokens[:, :-1] == drafts.tokens) & (self.place[:, :-1] < drafts.counts[:, None])
+        right = (tokens[:, :-1] == drafts.tokens) & (
+            self.index_in_row[:, :-1] < drafts.counts[:, None]
+        )
         num_right = num_leading(right)
         first_stop = num_leading(~is_stop)
         num_tokens = jnp.where(active, jnp.minimum(num_right, first_stop) + 1, 0)
@@ -410,7 +407,6 @@ class _Run(NamedTuple):
         return _Kept(tokens, num_tokens, jnp.minimum(num_right, num_tokens), stopped)
 
     def recorded(self, table: SamplingTable | None, kept: _Kept) -> SamplingTable | None:
-        """The table with the kept tokens."""
         if table is None:
             return None
 
@@ -422,7 +418,6 @@ class _Run(NamedTuple):
         return lax.fori_loop(0, self.width, add, table)
 
     def append(self, carry: _Carry, sampled: Sampled, kept: _Kept) -> DecodeOutput:
-        """Notes the tokens of a step."""
         out, done = carry.output, carry.output.num_tokens
         if carry.text is None:
 
@@ -430,8 +425,8 @@ class _Run(NamedTuple):
                 return kept_.at[carry.step].set(new)
         else:
             most, num_rows = out.token_ids.shape
-            is_kept = self.place < kept.num_tokens[:, None]
-            where = jnp.where(is_kept, done[:, None] + self.place, most).reshape(-1)
+            is_kept = self.index_in_row < kept.num_tokens[:, None]
+            where = jnp.where(is_kept, done[:, None] + self.index_in_row, most).reshape(-1)
             row = self.per_token(jnp.arange(num_rows, dtype=jnp.int32))
 
             def put(kept_: jax.Array, new: jax.Array) -> jax.Array:
@@ -440,7 +435,7 @@ class _Run(NamedTuple):
         drafts = out.drafts
         if drafts is not None and carry.text is not None:
             source, counts = carry.text.drafts.source, carry.text.drafts.counts
-            is_right = self.place < kept.num_right[:, None]
+            is_right = self.index_in_row < kept.num_right[:, None]
             sources = jnp.where(is_right, 1 + source[:, None], 0).reshape(-1)
             is_of = jnp.arange(NUM_SOURCES, dtype=jnp.int32)[:, None] == source[None]
             counts = jnp.where(kept.num_tokens > 0, counts, 0)
@@ -463,8 +458,8 @@ class _Run(NamedTuple):
     def next_text(self, carry: _Carry, text: _Text, kept: _Kept) -> _Text:
         """The text with the kept tokens, and the drafts of the next step."""
         size = text.text.shape[1]
-        is_kept = self.place < kept.num_tokens[:, None]
-        behind = jnp.where(is_kept, text.num_text[:, None] + self.place, size)
+        is_kept = self.index_in_row < kept.num_tokens[:, None]
+        behind = jnp.where(is_kept, text.num_text[:, None] + self.index_in_row, size)
         rows = jnp.arange(len(behind), dtype=jnp.int32)[:, None]
         return self.with_drafts(
             text.text.at[rows, behind].set(kept.tokens, mode="drop"),

@@ -68,19 +68,12 @@ Search = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, int], jax.Array]
 def search_text(
     text: jax.Array, num_text: jax.Array, stops: jax.Array, ends: jax.Array, max_length: int
 ) -> jax.Array:
-    """The portable `Search`: compares all of a text, chunk by chunk.
+    """The portable `Search`: compares all of a text [B, N], see `DraftBatch`, chunk by chunk.
 
-    Args:
-        text: [B, N] int32, see `DraftBatch`.
-        num_text: [B] int32, its end.
-        stops: [B] int32, end of the places that count.
-        ends: [B, E] int32, ends of parts: of equal matches one in an earlier part counts, in one
-            part the last.
-        max_length: Longer matches count as this.
-
-    Returns:
-        [B] int32: `(length * (E + 2) + E - part) * (N + 1) + place`, where the place is that of the
-        token behind the match; 0 if nothing matches.
+    Returns [B] int32 `(length * (E + 2) + E - part) * (N + 1) + place`, where the place is that of
+    the token behind the match; 0 if nothing matches. Longer matches than `max_length` count as
+    this. Only places before `stops` [B] count. `ends` [B, E] are those of parts: of equal matches
+    one in an earlier part counts, in one part the last.
     """
     num_rows, size = text.shape
     ages = num_text[:, None] - 1 - jnp.arange(max_length, dtype=jnp.int32)[None]
@@ -124,21 +117,13 @@ def find_drafts(
     earlier ones. Where only the last token matches or none does, the draft may go on behind the
     last one instead: one token may have differed. What repeats goes on: behind the last own token
     come those behind the match again.
-
-    Args:
-        batch: The batch.
-        text: [B, N] int32, with the rows' newest tokens.
-        num_text: [B] int32, its end.
-        pointer: [B] int32, where the last draft would go on; N if there was none.
-        search: The backend's.
-        vocab_size: Tokens beyond it end a draft.
     """
     size = text.shape[1]
     end = jnp.where(batch.drafts_own, num_text, batch.ends[:, 1])
     best = search(text, num_text, end, batch.ends, MATCHED_TOKENS)
     length = best // (size + 1) // (batch.ends.shape[1] + 2)
     place = jnp.where(best > 0, best % (size + 1), size)
-    goes_on = (length <= 1) & (pointer < end) & (_take(text, pointer) >= 0)
+    goes_on = (length <= 1) & (pointer < end) & (_gather(text, pointer) >= 0)
     place = jnp.where(goes_on, pointer, place)
     source = part_of(place[:, None], batch.ends)[:, 0]
     steps = batch.places[None, :-1]
@@ -155,7 +140,7 @@ def part_of(place: jax.Array, ends: jax.Array) -> jax.Array:
     return functools.reduce(operator.add, behind)
 
 
-def _take(text: jax.Array, place: jax.Array) -> jax.Array:
+def _gather(text: jax.Array, place: jax.Array) -> jax.Array:
     return jnp.take_along_axis(text, place[:, None], axis=1, mode="fill", fill_value=NO_TOKEN)[:, 0]
 
 

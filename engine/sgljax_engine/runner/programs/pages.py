@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgljax_engine.cache.kv_pages import KVPages, LayerKV
-from sgljax_engine.cache.layer_states import LayerState, put_states
+from sgljax_engine.cache.layer_states import LayerState, scatter_states
 from sgljax_engine.runner.batches.page_ids import PageIds
 from sgljax_engine.runner.programs.context import ProgramContext
 
@@ -117,7 +117,7 @@ def write_states(
 ) -> KVPages:
     """Writes states to slots [N]; drops those of slots beyond the pool. `kv` is donated."""
     del static
-    return kv._replace(states=put_states(kv.states, states, slots))
+    return kv._replace(states=scatter_states(kv.states, states, slots))
 
 
 def read_routed(kv: KVPages, pages: jax.Array, *, static: ProgramContext) -> jax.Array:

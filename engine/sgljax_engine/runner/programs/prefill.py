@@ -47,12 +47,6 @@ def in_passes(
 
     With several passes, its time grows with the tokens in the batch, not with the bucket. Each pass
     sees the keys of earlier passes, so a request may share pages of any earlier request.
-
-    Args:
-        one_pass: (carry, the pass's batch, its number) -> carry.
-        start: The first carry.
-        batch: The batch.
-        per_pass: See `ProgramContext.prefill_pass`.
     """
     size = batch.input_ids.shape[0]
     if per_pass is None or size <= per_pass or size % per_pass:
@@ -71,7 +65,6 @@ def in_passes(
 def forward_pass(
     params: Params, caches: tuple[LayerCache, ...], batch: ForwardBatch, static: ProgramContext
 ) -> Forward:
-    """One pass of a batch's tokens through the layers."""
     tables = BlockTables(
         page_table=batch.page_table,
         positions=batch.positions.reshape(batch.seq_lens.shape[0], -1),

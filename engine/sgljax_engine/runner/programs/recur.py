@@ -43,14 +43,7 @@ def block_recur(
     slots: jax.Array,
     kernels: CpuKernels | None = None,
 ) -> Recur:
-    """A `recur` of blocks.
-
-    Args:
-        net: Sizes of the layers.
-        tables: The blocks; `page_table` is ignored.
-        slots: [N] int32, the slot of each block's request.
-        kernels: Apply the rule token by token; None for blocks.
-    """
+    """A `recur` of blocks, whose requests have `slots`; kernels apply the rule token by token."""
     firsts = tables.positions[:, 0]
     lens = jnp.clip(tables.kv_lens - firsts, 0, tables.positions.shape[1])
     lens = jnp.where(tables.kv_lens > 0, lens, 0)
@@ -111,7 +104,6 @@ def _recur_blocks(
 
 
 def _terms(*arrays: jax.Array) -> TokenTerms:
-    """`TokenTerms` of tokens in blocks: [N, T, ...] each."""
     return TokenTerms(*(x.reshape(-1, *x.shape[2:]) for x in arrays))
 
 
@@ -133,13 +125,7 @@ def _windows(
 
 
 def row_recur(net: LinearAttentionConfig, active: jax.Array, kernels: Kernels) -> Recur:
-    """A `recur` of one token a row, whose state is that of the row; other rows keep theirs.
-
-    Args:
-        net: Sizes of the layers.
-        active: [B] bool, rows that take the token.
-        kernels: Apply the rule.
-    """
+    """A `recur` of one token a row, whose state is that of the row; other rows keep theirs."""
 
     def recur(
         inputs: NetInputs, weight: jax.Array, layer: LayerCache
@@ -176,14 +162,7 @@ def _row_terms(heads: jax.Array, decay: jax.Array, rate: jax.Array, lens: jax.Ar
 def verify_recur(
     net: LinearAttentionConfig, lens: jax.Array, width: int, kernels: CpuKernels | None
 ) -> Recur:
-    """A `recur` of a few tokens a row, of which `accept` takes in the first ones later.
-
-    Args:
-        net: Sizes of the layers.
-        lens: [B] int32, tokens of each row.
-        width: Tokens of a row in the pass.
-        kernels: As for `block_recur`.
-    """
+    """A `recur` of a few tokens a row, of which `accept` takes in the first ones later."""
 
     def recur(
         inputs: NetInputs, weight: jax.Array, layer: LayerCache
@@ -220,8 +199,8 @@ def accept(
     places = counts[:, None] + jnp.arange(state.conv.shape[1], dtype=jnp.int32)[None]
     conv = jnp.take_along_axis(layer.window, places[..., None], axis=1)
     if kernels is None:
-        take_in = jax.vmap(delta_net.take_in)
-        matrix = take_in(state.matrix, *layer.terms, layer.decay, counts)
+        state_after = jax.vmap(delta_net.state_after)
+        matrix = state_after(state.matrix, *layer.terms, layer.decay, counts)
     else:
         heads, rate = layer.terms
         tokens = _row_terms(heads, layer.decay, rate, counts)

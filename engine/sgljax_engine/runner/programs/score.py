@@ -44,16 +44,8 @@ def score(
     """Log-probs of given tokens: log softmax(logits / temperature)[target] at each place.
 
     Its time follows the tokens in the batch. Keys live in pages of its own, a block each. With
-    kernels that are batch-invariant it gives the bits of decoding.
-
-    Args:
-        params: Physical weights.
-        batch: The tokens.
-        temperature: Scalar float32, > 0.
-        extras: Extra log-probs to report, the same [1, I] for all tokens; they are raw.
-        adapter: Scalar int32, the adapter slot of all tokens, -1 for none; None for an engine
-            without adapters.
-        static: What the program is compiled for.
+    kernels that are batch-invariant it gives the bits of decoding. Extra log-probs, the same [1, I]
+    for all tokens, are raw. The temperature is above 0.
     """
     hidden = _hidden(params, batch, adapter, static)
     num_tokens = batch.input_ids.shape[0]
