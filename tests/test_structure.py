@@ -72,7 +72,7 @@ HOST_ONLY = (
     "scheduler",
     "speculation",
     "weights.hf_json",
-    "core.workers",
+    "core.hand_out",
     "core.calls",
     "core.stats",
 )

@@ -21,8 +21,8 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from sgljax_engine.checkpoint.structures import EngineCheckpoint
 from sgljax_engine.core import commands as cmd
-from sgljax_engine.core.checkpoint_writer import make_restoration
 from sgljax_engine.core.command import done_queue
+from sgljax_engine.core.commands.checkpoint import make_restoration
 from sgljax_engine.core.group import Asked, EngineGroup
 from sgljax_engine.errors import EngineShutdownError
 from sgljax_engine.outputs import RequestOutput, join_pieces

@@ -26,8 +26,8 @@ from sgljax_engine.builder.endable_progress import EndableProgress
 from sgljax_engine.checkpoint.manager import CheckpointManager, SaveReport
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.core import commands as cmd
-from sgljax_engine.core.checkpoint_writer import SaveJob, load_checkpoint
 from sgljax_engine.core.command import SHUT_DOWN
+from sgljax_engine.core.commands.checkpoint import SaveJob, load_checkpoint
 from sgljax_engine.core.weights_worker import job
 from sgljax_engine.errors import EngineShutdownError, InvalidConfigError, InvalidRequestError
 from sgljax_engine.io_struct import (

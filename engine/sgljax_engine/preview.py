@@ -18,12 +18,12 @@ from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.observability.metrics import MemoryReport
 from sgljax_engine.placement.submeshes import place
-from sgljax_engine.runner.kv.parallel_fit import NoSizeFits, fit_parallel
-from sgljax_engine.runner.kv.plan import (
+from sgljax_engine.runner.kv.memory_plan import (
     engine_free_bytes,
     expected_weights_bytes,
     plan_memory,
 )
+from sgljax_engine.runner.kv.parallel_fit import NoSizeFits, fit_parallel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,8 @@ from typing import Any
 
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.engine_core import EngineCore
+from sgljax_engine.core.hand_out import Distribute
 from sgljax_engine.core.loop import EngineLoop
-from sgljax_engine.core.workers import Distribute
 from sgljax_engine.runner.compile import compiled
 from tests.threads import LIMIT_S
 from tunix_sgljax.cli.main import main

@@ -52,7 +52,7 @@ from sgljax_engine import (
 from sgljax_engine.builder.group import build_shapes
 from sgljax_engine.builder.sources import check_sources, folder_weights, same_model_weights
 from sgljax_engine.checkpoint.manager import REQUESTS_NAME, CheckpointManager
-from sgljax_engine.core.checkpoint_writer import load_checkpoint
+from sgljax_engine.core.commands.checkpoint import load_checkpoint
 from sgljax_engine.io_struct import PauseGenerationReqInput
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.placement.submeshes import check_divides, place

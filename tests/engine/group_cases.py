@@ -44,12 +44,12 @@ from sgljax_engine.builder.group import build_shapes
 from sgljax_engine.cache.kv_pages import LayerKV, PageLayout
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.engine_core import EngineCore
-from sgljax_engine.core.serving import ServingWeights
 from sgljax_engine.layers.kernels import XlaKernels
 from sgljax_engine.layers.target import Target
 from sgljax_engine.model_config import KVShape
 from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.placement.submeshes import place
+from sgljax_engine.runner.serving_weights import ServingWeights
 from sgljax_engine.runner.warmup import warm_calls
 from tests import inside
 from tests.engine.models import TINY, random_prompts, spread_weights

@@ -20,7 +20,7 @@ from jax._src.array import ArrayImpl
 
 from sgljax_engine.layers import devices
 from sgljax_engine.layers.devices import is_own_cpu
-from sgljax_engine.runner.kv import plan as memory_plan
+from sgljax_engine.runner.kv import memory_plan
 
 FETCH_BYTES = 4096
 """Arrays up to this size may be fetched: tokens and log-probs of a dispatch. All of the tests'

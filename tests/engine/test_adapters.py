@@ -22,7 +22,7 @@ from sgljax_engine import (
     logical_rules,
 )
 from sgljax_engine.builder.sources import dummy_weights
-from sgljax_engine.core.serving import AdapterRegistry
+from sgljax_engine.runner.serving_weights import AdapterRegistry
 from tests import inside
 from tests.engine.models import TINY, logical_weights
 from tests.geometry import SMALL

@@ -52,7 +52,11 @@ def model(request):
 
 def test_every_architecture_has_one():
     configs = [json.loads((GOLDEN / name / "config.json").read_text()) for name in FOLDERS]
-    assert {config["architectures"][0] for config in configs} == set(MODELS)
+    found = {config["architectures"][0] for config in configs}
+    assert found == set(MODELS), (
+        f"no golden of {sorted(set(MODELS) - found)}, no model for {sorted(found - set(MODELS))}: "
+        "add a spec to tests/golden/golden_specs.py and run tests/golden/make_goldens.py"
+    )
     assert len(FOLDERS) >= 10
 
 

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from sgljax_engine import Engine, InvalidConfigError
-from sgljax_engine.runner.kv import plan as memory
+from sgljax_engine.runner.kv import memory_plan as memory
 from tests import inside
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.geometry import CHUNKED, SMALL

@@ -13,7 +13,7 @@ from sgljax_engine import EngineConfig, InvalidConfigError
 from sgljax_engine.builder import compilation_cache, program_memory
 from sgljax_engine.builder.group import build_shapes
 from sgljax_engine.runner.compile.compiled import ProgramCache
-from sgljax_engine.runner.compile.memory import ProgramMemory
+from sgljax_engine.runner.compile.program_fit import ProgramMemory
 from sgljax_engine.runner.runner import ModelRunner
 from tests.engine.models import TINY
 from tests.geometry import WIDE

@@ -15,7 +15,7 @@ from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.placement.submeshes import place
 from sgljax_engine.preview import preview_engine
 from sgljax_engine.runner.kv.host_arrays import HostArray, host_memory, to_device, to_host
-from sgljax_engine.runner.kv.plan import free_bytes
+from sgljax_engine.runner.kv.memory_plan import free_bytes
 from tests import inside
 from tests.engine.interrupts import (
     LONG,

@@ -13,7 +13,7 @@ import scipy.stats
 
 from sgljax_engine import SamplingParams
 from sgljax_engine.runner.batches.sampling import build_sampling_batch, build_table, table_buckets
-from sgljax_engine.sampling import race
+from sgljax_engine.sampling import random_bits
 from sgljax_engine.sampling.sampler import sample
 from sgljax_engine.sampling.table import adjust_logits, record
 from sgljax_engine.types import LogitEdits, Request
@@ -360,7 +360,7 @@ class TestLogprobs:
 
     def test_the_smallest_uniform_number_draws_no_negligible_token(self, monkeypatch):
         """A generator's 0 would draw the first token of any weight, here one of e**-60."""
-        monkeypatch.setattr(race, "_threefry", lambda _, count: count)
+        monkeypatch.setattr(random_bits, "_threefry", lambda _, count: count)
         logits = np.full((1, 300), -60.0, np.float32)
         logits[0, 200] = 0.0
         rows = build_sampling_batch([request(SamplingParams())], 1)
@@ -384,7 +384,7 @@ def test_random_numbers_are_those_of_jax():
         return bits, jax.vmap(lambda key: jax.random.uniform(key, dtype=jnp.float32))(keys)
 
     bits, numbers = expected(seeds, steps)
-    found = jax.jit(race.random_bits, static_argnums=2)(seeds, steps, 37)
+    found = jax.jit(random_bits.random_bits, static_argnums=2)(seeds, steps, 37)
     np.testing.assert_array_equal(found, bits)
-    found = jax.jit(race.uniform)(seeds, steps)
+    found = jax.jit(random_bits.uniform)(seeds, steps)
     np.testing.assert_array_equal(found, np.asarray(numbers) + np.float32(2.0**-24))

@@ -25,7 +25,7 @@ from sgljax_engine import (
     SamplingParams,
 )
 from sgljax_engine.cache import kv_pages
-from sgljax_engine.runner.kv import memory as kv_memory
+from sgljax_engine.runner.kv import kv_memory
 from tests import inside
 from tests.compilation import recorded_programs
 from tests.engine.interrupts import (

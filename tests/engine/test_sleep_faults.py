@@ -8,7 +8,7 @@ import pytest
 
 from sgljax_engine import OffloadError
 from sgljax_engine.runner import runner
-from sgljax_engine.runner.kv import memory as kv_memory
+from sgljax_engine.runner.kv import kv_memory
 from tests import inside
 from tests.engine.interrupts import (
     LONG,

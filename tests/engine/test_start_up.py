@@ -14,12 +14,8 @@ import pytest
 from sgljax_engine import Engine
 from sgljax_engine.builder import parts
 from sgljax_engine.layers.devices import compiler_options
-from sgljax_engine.runner.batches.batch import (
-    default_batch_buckets,
-    default_token_buckets,
-    prefill_sizes,
-    rows_above_smaller_bucket,
-)
+from sgljax_engine.runner.batches.batch import prefill_sizes, rows_above_smaller_bucket
+from sgljax_engine.runner.compile.shapes import default_batch_buckets, default_token_buckets
 from tests import inside
 from tests.compilation import recorded_programs
 from tests.engine.models import TINY, random_prompts, spread_weights

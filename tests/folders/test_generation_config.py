@@ -12,6 +12,7 @@ import pytest
 from transformers import GenerationConfig
 
 from sgljax_engine import InvalidConfigError, InvalidRequestError, SamplingParams, load_model_config
+from sgljax_engine.processing import generation_defaults
 from sgljax_engine.processing.generation_defaults import read_generation_defaults
 from tests.engine.models import TINY
 from tests.engine.small_tokenizers import GOLDEN
@@ -94,6 +95,13 @@ def test_each_such_field_alone(read):
             params, unused = read({name: value})
             assert name in unused, value
             assert params == SamplingParams(), (name, value)
+
+
+def test_no_field_that_is_left_out_has_a_counterpart():
+    """A new field of SamplingParams would be ignored in folders' files, without a warning."""
+    fields = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert not fields & generation_defaults._NEUTRAL.keys()
+    assert not fields & generation_defaults._WITHOUT_EFFECT
 
 
 def test_a_file_as_transformers_saves_it_is_not_warned_of(read):

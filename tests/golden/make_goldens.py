@@ -360,7 +360,12 @@ def _check_seen(
     error = np.abs(forward(model, prompt).numpy() - golden.logits[-1]).max()
     same = np.array_equal(greedy_continuation(model, prompt), golden.greedy[-1])
     if error < MIN_SENSITIVITY or (same and in_tokens):
-        raise RuntimeError(f"{spec.folder_name}: {what} would pass unseen ({error:.3f}, {same})")
+        tokens = "the same" if same else "others"
+        raise RuntimeError(
+            f"{spec.folder_name}: {what} would pass unseen: logits differ by {error:.3f} (at least "
+            f"{MIN_SENSITIVITY} is needed), greedy tokens are {tokens}; MONOTONE lists settings "
+            "that keep the order"
+        )
     logger.info("  with %s, logits differ by %.2f", what, error)
 
 

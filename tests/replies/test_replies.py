@@ -19,7 +19,7 @@ from sgljax_engine import InvalidConfigError
 from sgljax_engine.replies import parser as response_parser
 from sgljax_engine.replies.formats import find_format, known_template
 from sgljax_engine.replies.parser import ResponseParser, Split
-from sgljax_engine.replies.template import CALLS, load_template
+from sgljax_engine.replies.response_template import CALLS, load_template
 from sgljax_engine.replies.values import Call
 from tests.replies.forms import (
     FORMS,

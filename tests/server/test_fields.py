@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from sgljax_engine import FOREIGN_FIELDS, SamplingParams
 from sgljax_engine.server.chat import ChatRequest
 from sgljax_engine.server.completions import CompletionRequest
-from sgljax_engine.server.conversation import Message, Tokenize
 from sgljax_engine.server.fields import FOREIGN_FIELD
+from sgljax_engine.server.messages import Message, Tokenize
 from sgljax_engine.server.sglang import SGLangSampling
 
 ROOT = Path(__file__).parents[2]

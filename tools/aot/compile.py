@@ -16,7 +16,7 @@ from sgljax_engine.config import EngineConfig
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.preview import EnginePreview, preview_engine
 from sgljax_engine.runner.compile.compiled import ProgramCall
-from sgljax_engine.runner.compile.memory import ProgramDoesNotFit
+from sgljax_engine.runner.compile.program_fit import ProgramDoesNotFit
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.runner.warmup import call_size, largest, warm_calls
 from tools.aot.chips import Chip

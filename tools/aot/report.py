@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
-from sgljax_engine.runner.compile.memory import ProgramMemory
+from sgljax_engine.runner.compile.program_fit import ProgramMemory
 from tools.aot.hlo import Array, Instruction, Module, Visit
 from tools.aot.launches import OWN, StepLaunches, count_launches
 from tools.aot.traffic import count_traffic

@@ -23,7 +23,6 @@ from sgljax_engine.config import TOKEN_BLOCK, EngineConfig, SpeculationConfig
 from sgljax_engine.core.calls import RequestGroups, Router
 from sgljax_engine.core.engine_core import EngineCore
 from sgljax_engine.core.group import BuiltGroup, EngineGroup
-from sgljax_engine.core.serving import AdapterRegistry
 from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model
@@ -38,6 +37,7 @@ from sgljax_engine.runner.batches.batch import (
 )
 from sgljax_engine.runner.kv.parallel_fit import fit_parallel
 from sgljax_engine.runner.runner import ModelRunner
+from sgljax_engine.runner.serving_weights import AdapterRegistry
 from sgljax_engine.runner.warmup import Warmup
 from sgljax_engine.scheduler.lengths import AnswerLengths
 from sgljax_engine.scheduler.scheduler import Scheduler

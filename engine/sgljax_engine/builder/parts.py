@@ -19,16 +19,16 @@ from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ModelContext, ModelDefinition
 from sgljax_engine.observability.metrics import MemoryReport
 from sgljax_engine.placement.shardings import Placement
-from sgljax_engine.runner.batches.batch import (
+from sgljax_engine.runner.batches.drafts import TextSizes
+from sgljax_engine.runner.compile.compiled import Lowerings
+from sgljax_engine.runner.compile.shapes import (
+    BatchShapes,
     default_batch_buckets,
     default_token_buckets,
     max_step_tokens,
     prefill_pass,
 )
-from sgljax_engine.runner.batches.drafts import TextSizes
-from sgljax_engine.runner.compile.compiled import Lowerings
-from sgljax_engine.runner.compile.shapes import BatchShapes
-from sgljax_engine.runner.kv.plan import MemoryPlan, plan_memory
+from sgljax_engine.runner.kv.memory_plan import MemoryPlan, plan_memory
 from sgljax_engine.runner.programs.context import DraftContext, ProgramContext
 from sgljax_engine.runner.programs.drafts import search_text
 from sgljax_engine.runner.runner import ModelRunner

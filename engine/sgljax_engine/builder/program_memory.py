@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from sgljax_engine.builder.compilation_cache import compilation_cache_path
-from sgljax_engine.runner.compile.memory import ProgramDoesNotFit, ProgramMemory
+from sgljax_engine.runner.compile.program_fit import ProgramDoesNotFit, ProgramMemory
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.runner.warmup import largest, warm_calls
 

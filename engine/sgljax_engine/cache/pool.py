@@ -73,7 +73,7 @@ class PagePool:
 
     @property
     def num_cached(self) -> int:
-        """Pages that the prefix cache owns, in use or not."""
+        """Pages that the prefix cache owns, in use or not; see `RadixCache`."""
         return self._cache.num_cached
 
     @property
@@ -288,9 +288,9 @@ class PagePool:
         return self._handles[request.rid].num_pages * self.page_size
 
     def release(self, request: Request) -> None:
-        """Takes all pages from a request; its full pages stay in the prefix cache.
+        """Takes all pages from a request; its full pages are given to the cache, or freed.
 
-        They are freed if the cache was reset since the request got them.
+        They are freed without sharing, and if the cache was reset since the request got them.
         """
         handle = self._handles.pop(request.rid)
         size = self.page_size

@@ -91,7 +91,7 @@ class RadixCache:
         self._page_size = page_size
         self._roots: dict[int, _Node] = {}
         self._unused: OrderedDict[_Node, None] = OrderedDict()
-        self.num_cached = 0
+        self.num_cached = 0  # pages, with those of reset trees that handles still hold
 
     @property
     def num_evictable(self) -> int:

@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterable
 
 from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.core.calls import RequestGroups
-from sgljax_engine.core.pause import PauseState, PendingDrain
-from sgljax_engine.core.serving import AdapterRegistry, ServingWeights
-from sgljax_engine.core.sleep import SleepManager
+from sgljax_engine.core.pause_state import PauseState, PendingDrain
 from sgljax_engine.core.stats import Stats
 from sgljax_engine.errors import (
     EngineError,
@@ -29,6 +27,8 @@ from sgljax_engine.processing.futures import Answer, resolve
 from sgljax_engine.processing.output_processor import OutputProcessor
 from sgljax_engine.processing.tokenizer import Tokenizer
 from sgljax_engine.runner.runner import ModelRunner
+from sgljax_engine.runner.serving_weights import AdapterRegistry, ServingWeights
+from sgljax_engine.runner.sleep import SleepManager
 from sgljax_engine.runner.warmup import Warmup
 from sgljax_engine.scheduler.scheduler import Scheduler
 from sgljax_engine.scheduler.speculator import Speculator

@@ -14,22 +14,23 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from sgljax_engine.core.calls import RequestGroups, Router
-from sgljax_engine.core.checkpoint_writer import CheckpointWriter, SaveJob
 from sgljax_engine.core.command import (
     SHUT_DOWN,
     Command,
     done_queue,
 )
+from sgljax_engine.core.commands.checkpoint import CheckpointWriter, SaveJob
 from sgljax_engine.core.commands.requests import TakeOver
 from sgljax_engine.core.engine_core import EngineCore
+from sgljax_engine.core.hand_out import HandOut
 from sgljax_engine.core.loop import EngineLoop
 from sgljax_engine.core.weights_worker import Split, WeightJob, WeightsWorker
-from sgljax_engine.core.workers import HandOut, Worker
 from sgljax_engine.errors import EngineShutdownError, EngineStateError
 from sgljax_engine.observability.combined import combine_progress, combine_recordings
 from sgljax_engine.observability.progress import EngineProgress
 from sgljax_engine.observability.trace import MAX_EVENTS, Recording
 from sgljax_engine.processing.home import HomeProcess, ended, stop_at_end
+from sgljax_engine.processing.worker import Worker
 from sgljax_engine.types import Request
 from sgljax_engine.weights.adapters import AdapterSlots
 from sgljax_engine.weights.plan import WeightPlanner

@@ -20,10 +20,10 @@ import jax
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.command import Ask
 from sgljax_engine.core.commands.weights import BuildWeights, Weights
-from sgljax_engine.core.workers import Worker
 from sgljax_engine.errors import EngineShutdownError, EngineStateError, InvalidRequestError
 from sgljax_engine.io_struct import PauseMode
 from sgljax_engine.observability.trace import UPDATES_TRACK, Recorder
+from sgljax_engine.processing.worker import Worker
 from sgljax_engine.weights.adapters import AdapterSlots, plan_adapter
 from sgljax_engine.weights.apply import apply
 from sgljax_engine.weights.checks import await_source

@@ -176,7 +176,8 @@ class EngineState:
             `sleep(level=2)` or a failed update with donate=True dropped them, until an update
             succeeds.
         available_kv_tokens: Tokens that free pages and evictable cached pages hold.
-        cached_kv_tokens: Tokens in the prefix cache's pages, in use or not: the size of its tree.
+        cached_kv_tokens: Tokens in the prefix cache's pages, in use or not, with pages of reset
+            trees that requests still hold.
         total_kv_tokens: Tokens that all pages hold.
         held_window_tokens: Tokens of the window pages that running requests need; 0 without window
             pages.

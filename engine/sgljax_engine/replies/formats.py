@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from sgljax_engine import Engine, InvalidConfigError, InvalidRequestError
 from sgljax_engine.replies.parser import ResponseParser
-from sgljax_engine.replies.template import (
+from sgljax_engine.replies.response_template import (
     CALLS,
     CONTENT,
     REASONING,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import regex
 
-from sgljax_engine.replies.template import (
+from sgljax_engine.replies.response_template import (
     CALLS,
     CONTENT,
     REASONING,

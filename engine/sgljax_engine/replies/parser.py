@@ -18,7 +18,7 @@ from typing import NamedTuple
 import regex
 
 from sgljax_engine.replies.marks import Found, Watch, watches_of
-from sgljax_engine.replies.template import (
+from sgljax_engine.replies.response_template import (
     CALLS,
     CONTENT,
     REASONING,

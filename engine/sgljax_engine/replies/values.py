@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import regex
 
-from sgljax_engine.replies.template import MAX_MARK, Field
+from sgljax_engine.replies.response_template import MAX_MARK, Field
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON schema of each tool's parameters, by the tool's name."""

@@ -43,7 +43,7 @@ from sgljax_engine.runner.kv.host_arrays import (
     to_device,
     to_host,
 )
-from sgljax_engine.runner.kv.memory import KVMemory
+from sgljax_engine.runner.kv.kv_memory import KVMemory
 from sgljax_engine.runner.kv.routed_reader import RoutedReader
 from sgljax_engine.runner.programs.context import ProgramContext
 from sgljax_engine.runner.programs.decode import RowOptions

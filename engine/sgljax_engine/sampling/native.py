@@ -11,7 +11,7 @@ from sgljax_engine.sampling.blocks import largest
 from sgljax_engine.sampling.filters import Filters, min_p_threshold
 from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch, Logprobs
 from sgljax_engine.sampling.masks import drop_ties
-from sgljax_engine.sampling.race import uniform
+from sgljax_engine.sampling.random_bits import uniform
 from sgljax_engine.sampling.sampler import Drawn, Sampler, SamplingBatch
 
 

@@ -4,10 +4,10 @@
 runs. Requests join and leave the running batch at every call.
 
 `config.schedule_policy` says in which order requests start, see `scheduler.waiting`. When KV
-pages run out, the youngest running requests are retracted: they give up their pages and return to
-the queue, where they are next. Later their prompt and output so far are prefilled again. The oldest
-running request always keeps its pages, so every request that fits the pool alone finishes in the
-end.
+pages run out, the youngest running requests are retracted: their pages are given to the cache, or
+freed, and they return to the queue, where they are next. Later their prompt and output so far are
+prefilled again, but for what the cache still has. The oldest running request always keeps its
+pages, so every request that fits the pool alone finishes in the end.
 
 Pages with the same tokens are computed once and shared. A prefill's pages can be shared as soon as
 it is planned: chunks run in planned order, and of chunks that run together each layer writes all

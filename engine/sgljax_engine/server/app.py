@@ -16,8 +16,8 @@ from sgljax_engine.server.completions import completion_routes
 from sgljax_engine.server.config import ServerConfig, is_loopback
 from sgljax_engine.server.context import ServerContext
 from sgljax_engine.server.control import control_routes
-from sgljax_engine.server.conversation import tokenizer_routes
 from sgljax_engine.server.info import info_routes, open_routes
+from sgljax_engine.server.messages import tokenizer_routes
 from sgljax_engine.server.responses import (
     ERROR_RESPONSES,
     HTTPError,

@@ -17,7 +17,6 @@ from sgljax_engine.replies.parser import ResponseParser
 from sgljax_engine.replies.values import Call
 from sgljax_engine.server import openai
 from sgljax_engine.server.context import ServerContext
-from sgljax_engine.server.conversation import Message, Tool, conversation_tokens
 from sgljax_engine.server.fields import (
     CHAT,
     NO_FORCED_CALL,
@@ -27,6 +26,7 @@ from sgljax_engine.server.fields import (
     FirstErrorOnly,
 )
 from sgljax_engine.server.generation import Job, PieceStream, new_rids
+from sgljax_engine.server.messages import Message, Tool, conversation_tokens
 from sgljax_engine.server.openai import OpenAIRequest, Output
 from sgljax_engine.server.responses import event
 from sgljax_engine.server.routes import OpenAIRoute
@@ -91,7 +91,11 @@ def chat_routes(context: ServerContext) -> APIRouter:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answers a conversation."""
         return await context.answer(
-            request, body.model, lambda: _Call(context, body), stream=body.stream, has_template=True
+            request,
+            body.model,
+            lambda: _ChatAnswer(context, body),
+            stream=body.stream,
+            has_template=True,
         )
 
     return router
@@ -102,7 +106,7 @@ def _warn_of_strict() -> None:
     _log.warning("strict=true of tools has no effect: arguments are not constrained to the schema")
 
 
-class _Call:
+class _ChatAnswer:
     def __init__(self, context: ServerContext, body: ChatRequest) -> None:
         engine = context.engine
         self._body = body

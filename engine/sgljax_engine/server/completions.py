@@ -50,7 +50,7 @@ def completion_routes(context: ServerContext) -> APIRouter:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continues prompts, given as text or as token ids."""
         return await context.answer(
-            request, body.model, lambda: _Call(context, body), stream=body.stream
+            request, body.model, lambda: _CompletionAnswer(context, body), stream=body.stream
         )
 
     return router
@@ -74,7 +74,7 @@ class _Progress:
     output_ids: list[int] = dataclasses.field(default_factory=list)
 
 
-class _Call:
+class _CompletionAnswer:
     def __init__(self, context: ServerContext, body: CompletionRequest) -> None:
         self._body = body
         self._texts = context.token_texts

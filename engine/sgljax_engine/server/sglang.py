@@ -109,13 +109,13 @@ def generate_routes(context: ServerContext) -> APIRouter:
     async def generate(body: GenerateReqInput, request: Request) -> Response:
         """Generates from text or token ids; see `Engine.generate`."""
         return await context.answer(
-            request, body.model, lambda: _Call(context, body), stream=body.stream
+            request, body.model, lambda: _GenerateAnswer(context, body), stream=body.stream
         )
 
     return router
 
 
-class _Call:
+class _GenerateAnswer:
     def __init__(self, context: ServerContext, body: GenerateReqInput) -> None:
         engine = context.engine
         if body.return_routed_experts and not engine.returns_routed_experts:

@@ -1,20 +1,25 @@
-"""Commands that save an engine's requests to a checkpoint, and restore them.
+"""Checkpoints: commands that take a snapshot of the requests and restore them, and the writer.
 
-A snapshot only names requests and counts their tokens. Lists of a request only grow, so another
-thread may read them while the engine goes on.
+A snapshot only names requests and counts their tokens. Lists of a request only grow, so the
+writer's thread may read them while the engine goes on.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import NamedTuple
 
+from sgljax_engine.checkpoint.manager import CheckpointManager, SaveReport
+from sgljax_engine.checkpoint.metadata import check_metadata, plain_model
 from sgljax_engine.checkpoint.request import RequestCheckpoint
+from sgljax_engine.checkpoint.structures import EngineCheckpoint, SchedulerCheckpoint
 from sgljax_engine.core.calls import RequestGroups
-from sgljax_engine.core.command import Recipients
+from sgljax_engine.core.command import Ask, Recipients
 from sgljax_engine.core.engine_core import EngineCore
 from sgljax_engine.core.transaction import GroupCommand
 from sgljax_engine.errors import (
@@ -23,7 +28,9 @@ from sgljax_engine.errors import (
     EngineStepError,
     InvalidRequestError,
 )
+from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.processing.futures import Answer, reject
+from sgljax_engine.processing.input_processor import RequestFactory
 from sgljax_engine.types import FinishReason, PromptLogprobs, Request, RequestStatus
 from sgljax_engine.weights.checksum import WeightsDigest
 
@@ -211,3 +218,71 @@ def _take_in(core: EngineCore, each: RestoredRequest) -> None:
         return
     request.num_retractions += each.had_pages
     core.take_in(request, each.answer)
+
+
+class SaveJob(NamedTuple):
+    path: Path
+    future: Future[SaveReport]
+
+
+class CheckpointWriter:
+    def __init__(self, model: ModelConfig, ask: Ask) -> None:
+        self._model = model
+        self._ask = ask
+
+    def save(self, job: SaveJob) -> SaveReport:
+        return CheckpointManager(job.path).save(self._checkpoint(self._ask(TakeSnapshot)))
+
+    def _checkpoint(self, snapshots: Sequence[Snapshot]) -> EngineCheckpoint:
+        first = snapshots[0]
+        digest = first.weights.digest()  # before all else: until then it holds the weights
+        now_s = time.perf_counter()
+        marks = [mark for snapshot in snapshots for mark in snapshot.marks]
+        return EngineCheckpoint(
+            scheduler_state=SchedulerCheckpoint(
+                requests={mark.request.rid: mark.checkpoint(now_s) for mark in marks},
+                new_token_ratio=first.new_token_ratio,
+            ),
+            metadata={
+                "model": plain_model(self._model),
+                "weight_version": first.weight_version,
+                "weights_digest": digest,
+            },
+            timestamp=time.time(),
+        )
+
+
+def load_checkpoint(path: Path, model: ModelConfig) -> EngineCheckpoint:
+    """Reads and checks the checkpoint in a folder. Any thread."""
+    checkpoint = CheckpointManager(path).load()
+    check_metadata(checkpoint.metadata, model, path)
+    return checkpoint
+
+
+def make_restoration(
+    checkpoint: EngineCheckpoint, requests: RequestFactory, answers: Mapping[str, Answer]
+) -> Restoration:
+    """Makes the requests of a checkpoint for the engines to continue. Any thread.
+
+    A request that the engines would refuse is left out; its answer is the refusal.
+    """
+    state, now_s = checkpoint.scheduler_state, time.perf_counter()
+    restored: list[RestoredRequest] = []
+    for rid in (*state.running_queue, *state.waiting_queue, *state.finished_req_ids):
+        saved = state.requests[rid]
+        try:
+            request = requests.resume(saved, now_s)
+        except InvalidRequestError as error:
+            # The raised one holds this frame, and with it the checkpoint.
+            refusal = InvalidRequestError(str(error))
+            logger.warning("request %r of the checkpoint is not restored: %s", rid, refusal)
+            reject(answers[rid].future, refusal)
+            continue
+        had_pages = saved.status is RequestStatus.RUNNING
+        restored.append(RestoredRequest(request, answers[rid], saved.call, had_pages, saved.error))
+    return Restoration(
+        requests=restored,
+        new_token_ratio=state.new_token_ratio,
+        weight_version=checkpoint.metadata["weight_version"],
+        weights_digest=checkpoint.metadata.get("weights_digest"),
+    )

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 from sgljax_engine.core.engine_core import EngineCore
-from sgljax_engine.core.sleep import HostCopies
 from sgljax_engine.core.transaction import GroupCommand
 from sgljax_engine.errors import EngineStateError
 from sgljax_engine.io_struct import (
@@ -18,6 +17,7 @@ from sgljax_engine.io_struct import (
     FlushCacheReqOutput,
     SleepTag,
 )
+from sgljax_engine.runner.sleep import HostCopies
 
 logger = logging.getLogger(__name__)
 

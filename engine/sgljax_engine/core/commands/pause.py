@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 from sgljax_engine.core.command import PerEngineCommand, Recipients
 from sgljax_engine.core.engine_core import EngineCore
-from sgljax_engine.core.pause import PendingDrain
+from sgljax_engine.core.pause_state import PendingDrain
 from sgljax_engine.core.transaction import GroupCommand
 from sgljax_engine.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 

@@ -12,7 +12,6 @@ import jax
 
 from sgljax_engine.core.command import PerEngineCommand
 from sgljax_engine.core.engine_core import EngineCore
-from sgljax_engine.core.serving import ServingWeights
 from sgljax_engine.core.transaction import GroupCommand
 from sgljax_engine.errors import (
     EngineError,
@@ -21,6 +20,7 @@ from sgljax_engine.errors import (
     WeightSyncError,
 )
 from sgljax_engine.io_struct import PauseMode
+from sgljax_engine.runner.serving_weights import ServingWeights
 from sgljax_engine.weights.rules import WeightRule
 
 Weights = dict[str, jax.Array]
@@ -33,6 +33,8 @@ BuildAdapter = Callable[[Sequence[Weights], int], Sequence[Weights]]
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Swap(GroupCommand):
     """Serve other weights, or other adapters, from the next dispatch on.
+
+    No engine serves anything new before all are made, so `rollback` has nothing to put back.
 
     Attributes:
         mode: What happens to started requests.

@@ -24,7 +24,7 @@ from sgljax_engine.errors import CompileForbiddenError
 from sgljax_engine.layers.devices import Options, compiler_options
 from sgljax_engine.observability.progress import ProgressListener, reporting
 from sgljax_engine.placement.shardings import Placement
-from sgljax_engine.runner.compile.memory import checked_fit
+from sgljax_engine.runner.compile.program_fit import checked_fit
 from sgljax_engine.runner.programs import decode, pages, prefill, score
 from sgljax_engine.runner.programs.context import ProgramContext
 

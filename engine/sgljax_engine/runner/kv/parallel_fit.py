@@ -11,7 +11,7 @@ from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.layers.kernels import pick_kernels
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.placement.submeshes import check_divides, place, share_out
-from sgljax_engine.runner.kv.plan import engine_free_bytes, expected_weights_bytes
+from sgljax_engine.runner.kv.memory_plan import engine_free_bytes, expected_weights_bytes
 from sgljax_engine.runner.kv.window_plan import bytes_per_token
 
 

@@ -9,7 +9,8 @@ from sgljax_engine.config import EngineConfig
 from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.placement.shardings import Placement
-from sgljax_engine.runner.batches.batch import default_batch_buckets, pick_bucket
+from sgljax_engine.runner.batches.batch import pick_bucket
+from sgljax_engine.runner.compile.shapes import default_batch_buckets
 
 
 class StatePool(NamedTuple):

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 
 import jax
 
-from sgljax_engine.core.sleep import SleepManager
 from sgljax_engine.errors import EngineStateError, InvalidRequestError
 from sgljax_engine.runner.kv.host_arrays import to_device
 from sgljax_engine.runner.runner import ModelRunner
+from sgljax_engine.runner.sleep import SleepManager
 from sgljax_engine.types import NO_ADAPTER
 from sgljax_engine.weights.adapters import slots_of
 from sgljax_engine.weights.checksum import WeightsDigest

@@ -20,7 +20,7 @@ from sgljax_engine.errors import OffloadError, forget_locals
 from sgljax_engine.io_struct import SLEEP_TAGS, SleepTag
 from sgljax_engine.observability.metrics import EngineCounters
 from sgljax_engine.runner.kv.host_arrays import HostArray, num_bytes, to_device
-from sgljax_engine.runner.kv.memory import SavedStates
+from sgljax_engine.runner.kv.kv_memory import SavedStates
 from sgljax_engine.runner.kv.saved_pages import SavedPages
 from sgljax_engine.runner.runner import ModelRunner
 
