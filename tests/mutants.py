@@ -309,7 +309,7 @@ def pytest_configure() -> None:
     from hypothesis import Phase, settings
 
     phases = (Phase.explicit, Phase.generate)
-    settings.register_profile("mutants", database=None, phases=phases)
+    settings.register_profile("mutants", database=None, deadline=None, phases=phases)
     settings.load_profile("mutants")
 
 

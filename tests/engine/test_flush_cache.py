@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sgljax_engine import SamplingParams
-from tests.engine.interrupts import NUM_TOKENS, make_engine, results, start_all
+from tests.engine.interrupts import make_engine
 from tests.engine.models import random_prompts
 
 PROMPTS = random_prompts(6, 10, 40)
@@ -16,35 +16,6 @@ GREEDY = SamplingParams(temperature=0, max_new_tokens=20)
 def engine():
     with make_engine() as engine:
         yield engine
-
-
-class TestWithRequests:
-    def test_is_refused_while_they_run_in_place(self, engine):
-        calls = start_all(engine, PROMPTS[:3])
-        engine.pause_generation("in_place")
-        before = engine.get_internal_state()
-        answer = engine.flush_cache()
-        assert not answer.success
-        assert answer.flushed_items == 0
-        assert answer.error_msg.startswith("3 running request(s) hold KV pages; pause_generation")
-        after = engine.get_internal_state()
-        assert after.counters.pause_s > before.counters.pause_s, "the pause goes on"
-        after.counters.pause_s = before.counters.pause_s
-        assert after == before
-        engine.continue_generation()
-        assert all(out.num_retractions == 0 for out in results(calls))
-
-    def test_is_legal_while_they_wait_retracted(self, engine):
-        calls = start_all(engine, PROMPTS[:3])
-        engine.pause_generation("retract")
-        assert engine.get_internal_state().cached_kv_tokens > 0
-        assert engine.flush_cache().flushed_items > 0
-        state = engine.get_internal_state()
-        assert state.cached_kv_tokens == 0
-        assert state.available_kv_tokens == state.total_kv_tokens
-        assert state.waiting_queue_size == 3
-        engine.continue_generation()
-        assert all(len(out.output_ids) == NUM_TOKENS for out in results(calls))
 
 
 class TestReleaseKV:
@@ -64,13 +35,3 @@ class TestReleaseKV:
         state = engine.get_internal_state()
         assert state.is_kv_allocated
         assert state.num_compiles <= num_compiles + 1  # score's
-
-    def test_is_refused_while_requests_hold_pages(self, engine):
-        calls = start_all(engine, PROMPTS[:2])
-        engine.pause_generation("in_place")
-        with pytest.raises(Exception, match=r"2 running request\(s\) hold KV pages"):
-            engine.release_kv_cache()
-        engine.pause_generation("retract")
-        assert engine.release_kv_cache() > 0
-        engine.continue_generation()
-        assert all(len(out.output_ids) == NUM_TOKENS for out in results(calls))

@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 
 from sgljax_engine import (
-    FOREIGN_FIELDS,
     FOREIGN_OPTIONS,
     EngineConfig,
     InvalidConfigError,
-    InvalidRequestError,
-    SamplingParams,
 )
 
 
@@ -58,23 +55,3 @@ def test_a_value_and_its_opposite():
     with pytest.raises(InvalidConfigError, match=r"enable_prefix_caching must be .* got 'yes'"):
         prefix_caching.translate("yes")
     assert FOREIGN_OPTIONS["max_num_seqs"].translate(7) == 7
-
-
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("max_tokens", "it is called max_new_tokens here"),
-        ("max_completion_tokens", "it is called max_new_tokens here"),
-        ("sampling_seed", "it is called seed here"),
-        ("do_sample", "temperature=0 is greedy"),
-        ("num_return_sequences", "it is called n here"),
-        ("eos_token_id", "stop_token_ids"),
-        ("stop_strings", "it is called stop here"),
-        ("prompt", "argument of generate"),
-        ("return_logprobs", "argument return_logprob of generate"),
-    ],
-)
-def test_hints_of_sampling_fields(name, hint):
-    assert name in FOREIGN_FIELDS
-    with pytest.raises(InvalidRequestError, match=f"sampling field {name}=7 .*{hint}"):
-        SamplingParams.from_dict({name: 7})

@@ -281,7 +281,7 @@ def test_int8_has_the_numbers_of_the_rounded_weights():
     assert np.abs(plain - expected).max() > 0.01
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 class TestAdapters:
     """Pairs of every kind of projection, kept apart, against the same added to the weights."""
 

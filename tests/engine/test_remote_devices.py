@@ -135,7 +135,8 @@ def test_serves_updates_sleeps_and_pauses(expected):
     [
         ({"shape": (2, 1), "first": 2}, (1, 2)),  # as in configs/qwen3_8b_pathways.yaml
         pytest.param({"shape": (2, 1), "first": 1}, (1, 1), marks=pytest.mark.soak),
-        ({"shape": (3, 1), "first": 1}, (1, 2)),  # shares a device with it
+        # shares a device with it
+        pytest.param({"shape": (3, 1), "first": 1}, (1, 2), marks=pytest.mark.soak),
         pytest.param({"shape": (1, 1), "first": 3}, (1, 2), marks=pytest.mark.soak),
     ],
 )
