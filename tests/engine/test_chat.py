@@ -60,26 +60,6 @@ class TestTemplate:
         closed = engine.apply_chat_template(messages, add_generation_prompt=False)
         assert closed == ids_of(written(messages, tail=""))
 
-    @pytest.mark.parametrize("messages", [ASK, TALK])
-    def test_tunix_puts_one_bos_in_front(self, tunix_engine, messages):
-        bos = golden_tokenizer().bos_token_id
-        assert tunix_engine.apply_chat_template(messages) == [bos, *ids_of(written(messages))]
-
-    @pytest.mark.parametrize("wrap", [lambda tokenizer: tokenizer, TokenizerAdapter])
-    def test_no_doubled_bos(self, wrap):
-        """The template writes BOS itself, and encoding would put another one in front."""
-        template = "{{ bos_token }}{{ messages[0].content }}{% if loud %}!{% endif %}"
-        tokenizer = golden_tokenizer(template)
-        with Engine(FOLDER, tokenizer=wrap(tokenizer), **SMALL) as engine:
-            bos = tokenizer.bos_token_id
-            ids = engine.apply_chat_template(ASK)
-            assert ids == [bos, *ids_of("hi")]
-            loud = engine.apply_chat_template(ASK, template_options={"loud": True})
-            assert loud == [bos, *ids_of("hi!")]
-            output = engine.chat(ASK, PARAMS, template_options={"loud": True})
-            assert output["meta_info"]["prompt_tokens"] == len(loud)
-            assert output["output_ids"] == engine.generate(None, PARAMS, loud)["output_ids"]
-
 
 def answer(output):
     return output["text"], output["output_ids"], output["meta_info"]["prompt_tokens"]

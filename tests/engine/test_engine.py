@@ -11,8 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from sgljax_engine import (
@@ -30,7 +28,7 @@ from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.small_tokenizers import CharTokenizer
 from tests.engine.test_decode_rows import TWO_SIZES
 from tests.geometry import SMALL
-from tests.threads import LIMIT_S, wait_for
+from tests.threads import LIMIT_S
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12)
 
@@ -102,36 +100,11 @@ class TestOutput:
         outs = engine.generate(input_ids=[[1], [2], [3]], sampling_params=params)
         assert [len(o["output_ids"]) for o in outs] == [1, 5, 3]
 
-    def test_array_scalars_and_arrays_are_welcome(self, engine):
-        plain = {"temperature": 0.5, "top_k": 9, "seed": 5, "n": 2, "max_new_tokens": 6}
-        arrays = {
-            "temperature": np.float32(0.5),
-            "top_k": jnp.int32(9),
-            "seed": np.int64(5),
-            "n": np.int32(2),
-            "max_new_tokens": jnp.int32(6),
-        }
-        expected = [o["output_ids"] for o in engine.generate(None, plain, [1, 2, 3])]
-        for ids in (np.array([1, 2, 3]), jnp.array([1, 2, 3])):
-            outs = engine.generate(None, arrays, ids)
-            assert [o["output_ids"] for o in outs] == expected
-
     def test_default_sampling_params_without_a_folder(self, engine):
         assert engine.get_default_sampling_params() == SamplingParams()
 
 
 class TestBatching:
-    def test_requests_join_a_running_batch(self, engine):
-        slow = SamplingParams(temperature=0, max_new_tokens=240)
-        short = SamplingParams(temperature=0, max_new_tokens=5)
-        prompts = random_prompts(4, 5, 9, seed=8)
-        with ThreadPoolExecutor(8) as pool:
-            first = pool.submit(engine.generate_requests, [prompts[0]], slow)
-            wait_for(lambda: engine.get_internal_state().running_batch_size > 0)
-            engine.generate_requests(prompts[1:], short)
-            assert not first.done(), "short requests must not wait for the long one"
-            assert len(first.result()[0].output_ids) == 240
-
     def test_many_callers_share_dispatches(self, engine):
         before = engine.get_internal_state().counters.num_dispatches
         prompts = random_prompts(16, 5, 9, seed=9)

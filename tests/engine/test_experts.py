@@ -176,7 +176,7 @@ def test_no_copy_of_an_experts_weights():
     assert "while" not in text
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_time_follows_the_experts_that_are_hit():
     """As XLA counts it, a turn of the loop costs one expert; `ragged_dot` on CPUs costs all."""
     shape = Shape(num_tokens=8, num_experts=64, num_chosen=2, model_dim=64, width=32)

@@ -88,5 +88,6 @@ def test_without_jit_compiled_kernels(name, drafts, monkeypatch):
         check_golden_scores(engine, golden)
 
 
+@pytest.mark.parametrize("model", tiered(PLAIN, FAST, ("qwen3_moe_odd_sharded",)), indirect=True)
 def test_score_matches_logits(model):
     check_golden_scores(*model)

@@ -73,8 +73,10 @@ def test_ragged_blocks(shape, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(16, 16, 8, 1, 128), (16, 8, 4, 16, 64)])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((16, 16, 8, 1, 128), jnp.bfloat16), ((16, 8, 4, 16, 64), jnp.float16)],
+)
 def test_half_precision(shape, dtype):
     """Inputs are rounded before the comparison: what is left is that of weights and outputs."""
     case = case_of(shape, dtype)

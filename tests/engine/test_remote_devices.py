@@ -125,7 +125,6 @@ def test_serves_updates_sleeps_and_pauses(expected):
         assert tokens_of(engine.generate_requests(PROMPTS, LONG)) == first
         engine.update_weights(placed(mesh, 1))
         assert tokens_of(engine.generate_requests(PROMPTS, LONG)) == other
-        engine.score(PROMPTS)
         assert_idle(engine)
 
 

@@ -159,22 +159,6 @@ class TestPreservedState:
         state = engine.get_internal_state()
         assert state.counters.num_prefill_tokens - before == len(prompt) - 1
 
-    @pytest.mark.slow
-    def test_bfloat16(self):
-        """numpy has no such dtype of its own."""
-        with make_engine(dtype="bfloat16") as engine:
-            whole = engine.generate_requests(PROMPTS, LONG)
-            calls = start_all(engine, PROMPTS)
-            engine.sleep(preserve_state=True)
-            engine.wake_up()
-            found = results(calls)
-            engine.sleep(level=1)
-            engine.wake_up()
-            again = engine.generate_requests(PROMPTS, LONG)
-        assert tokens_of(found) == tokens_of(again) == tokens_of(whole)
-        assert [out.logprobs for out in again] == [out.logprobs for out in whole]
-        assert [out.num_retractions for out in found] == [0] * 4
-
     def test_pinned_memory(self, engine, expected, monkeypatch, poison):
         """As on accelerators; CPU devices have memory of that kind, too."""
         runner = inside.runner(engine)

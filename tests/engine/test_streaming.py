@@ -297,14 +297,6 @@ class TestStopStrings:
         assert [token for _, token, _ in meta["output_token_logprobs"]] == [*free[:end]]
         assert_idle(engine)
 
-    def test_the_rest_goes_on(self, engine, free):
-        place, stop = self.unique(free, 20, 3)
-        params = [MEDIUM | {"stop": stop}, MEDIUM]
-        outputs = joined(engine.generate(None, params, [PROMPT, PROMPT], stream=True))
-        assert place + 3 < 80
-        assert outputs[0]["output_ids"] == [*free[: place + 3]]
-        assert outputs[1]["output_ids"] == [*free[:80]]
-
     @pytest.mark.parametrize("is_streaming", [False, True])
     def test_in_the_last_item(self, many_steps, free, is_streaming):
         """Found in the dispatch in which the request ended otherwise; the stop string wins."""

@@ -132,12 +132,6 @@ def test_decode_options_of_other_tokenizers(make):
                 refuses(options)
 
 
-def test_decode_options_are_bools():
-    for tokenizer in (small_tokenizers.byte_level(), CharTokenizer()):
-        with pytest.raises(InvalidRequestError, match=r"skip_special_tokens must be .* got 'no'"):
-            wrap_tokenizer(tokenizer).check_decode_options(DecodeOptions("no"))  # type: ignore
-
-
 def test_byte_run_ids():
     runs = wrap_tokenizer(small_tokenizers.byte_fallback()).byte_run_ids
     assert {byte: token for token, byte in runs.items()} == {b: b + 3 for b in range(256)}

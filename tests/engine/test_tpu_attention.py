@@ -74,7 +74,9 @@ def test_reading(shape, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(16, 4, 2, 1, 128), (16, 4, 2, 16, 128)])
+@pytest.mark.parametrize(
+    "shape", [(16, 4, 2, 1, 128), pytest.param((16, 4, 2, 16, 128), marks=pytest.mark.soak)]
+)
 def test_bfloat16(shape):
     case = case_of(shape, jnp.bfloat16)
     case.check(case.run(SIMPLE.attend, OPTIONS["all"]), OPTIONS["all"], atol=2e-2)

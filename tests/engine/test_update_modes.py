@@ -129,17 +129,6 @@ class TestModes:
         # What they leave behind is not shared either.
         assert engine.generate_requests([PROMPTS[1]], SHORT)[0].num_cached_tokens == 0
 
-    def test_waiting_requests_keep_their_place(self, engine):
-        calls = start_all(engine, PROMPTS)
-        engine.pause_generation("retract")
-        rids = engine.get_internal_state().waiting_rids
-        version = engine.update_weights(NEW)
-        assert engine.get_internal_state().waiting_rids == rids
-        assert engine.get_internal_state().is_paused
-        engine.continue_generation()
-        for out in results(calls):
-            assert_one_switch(out, version)
-
 
 class TestInPause:
     def test_a_pause_refuses_an_update_that_waits(self, engine, old_outputs):
