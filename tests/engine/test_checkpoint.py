@@ -309,13 +309,6 @@ class TestRefusals:
                 assert futures[rid].result(LIMIT_S).output_ids == expected[rid]["output_ids"]
         assert finished
 
-    def test_while_requests_are_refused(self, saved):
-        with make_engine() as engine:
-            engine.sleep(refuse_requests=True)
-            with pytest.raises(EngineStateError, match="sleeps"):
-                engine.restore_checkpoint(saved)
-            assert engine.get_internal_state().waiting_queue_size == 0
-
     @pytest.mark.parametrize("version", [-1, 2**40, None])
     def test_a_weight_version_that_never_was(self, saved, version):
         checkpoint = CheckpointManager(saved).load()

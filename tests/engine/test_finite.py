@@ -70,14 +70,16 @@ def engine(shared):
 
 
 class TestUpdate:
-    @pytest.mark.parametrize(("name", "value"), zip(NAMES, [np.nan, np.inf, -np.inf], strict=True))
+    @pytest.mark.parametrize(
+        ("name", "value"), [*zip(NAMES, [np.nan, np.inf, -np.inf], strict=True)]
+    )
     def test_host_arrays(self, engine, name, value):
         with refused(name):
             engine.update_weights(broken(NEW, name, value))
 
     @pytest.mark.parametrize("donate", [False, True])
     @pytest.mark.parametrize(
-        ("name", "dtype"), zip(NAMES, ["float32", "bfloat16", "float16"], strict=True)
+        ("name", "dtype"), [*zip(NAMES, ["float32", "bfloat16", "float16"], strict=True)]
     )
     def test_device_arrays_in_the_engines_orientation(self, engine, dtype, name, donate):
         """That of trainers: CPU kernels transpose what is float32, XLA the rest."""

@@ -175,16 +175,6 @@ def test_the_idlest_gets_what_no_engine_knows():
     assert router.loads == (3, 3, 3)
 
 
-def test_a_move_takes_load_and_prefix_along():
-    router = make_router(num_engines=2)
-    prompt = make_prompt(0)
-    requests = make_samples(prompt, 4)
-    assert router.route(requests) == [0] * 4
-    router.moved(requests[3], 0, 1)
-    assert router.loads == (3, 1)
-    assert router.route(make_samples(prompt, 2)) == [1, 1]
-
-
 def test_no_engine_has_less_than_no_load():
     router = make_router()
     with pytest.raises(ValueError, match="engine 2 has no unfinished request"):

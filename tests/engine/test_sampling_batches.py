@@ -111,15 +111,6 @@ class TestCompany:
 
 
 class TestCompilation:
-    def test_warmup_may_be_extended(self):
-        with make_engine(forbid_compile=True) as engine:
-            engine.warmup()
-            assert engine.warmup(include_table=True) > 0
-            assert engine.generate(input_ids=[1], sampling_params=FULL)
-            assert engine.warmup(include_table=True) == 0
-            with pytest.raises(CompileForbiddenError, match="score"):
-                engine.score([[1, 2, 3]])
-
     def test_after_warmup_with_the_table_nothing_compiles(self):
         with make_engine(forbid_compile=True) as engine:
             # Prefill, copies, pages out and in, decode without a table and with one of 64 or 128.

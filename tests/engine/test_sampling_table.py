@@ -302,18 +302,6 @@ def across(pieces):
 
 
 class TestText:
-    def test_stop(self, text_engine, plain):
-        text, ids, pieces = plain
-        starts = [len("".join(pieces[:i])) for i in range(len(pieces))]
-        new = next(i for i in range(3, 24) if text.find(pieces[i]) == starts[i])
-        stop, begin = pieces[new], starts[new]
-        out = text_of(text_engine, stop=[stop, "never"])
-        assert out["text"] == text[:begin]
-        assert out["output_ids"] == ids[: new + 1]
-        assert out["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
-        for neutral in (None, (), "never"):
-            assert text_of(text_engine, stop=neutral)["text"] == text
-
     def test_stop_across_tokens(self, text_engine, plain):
         text, ids, pieces = plain
         stop, begin, last = across(pieces)
