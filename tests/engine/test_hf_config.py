@@ -145,11 +145,6 @@ def test_gemma2_attention():
     assert full.attention.sliding_window is None
 
 
-def test_gemma3_slides_five_times_of_six():
-    attention = read("gemma3", num_hidden_layers=12, layer_types=None).attention
-    assert attention.sliding_layers == (*[True] * 5, False) * 2
-
-
 def test_mistral_slides_in_all_layers_or_in_none():
     """Without `sliding_window` the window is the default of transformers, and null is none."""
     sliding = (True, True)

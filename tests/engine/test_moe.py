@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,8 +23,6 @@ from sgljax_engine.models import mixture
 from sgljax_engine.runner.warmup import warm_calls
 from tests.engine.models import TINY_MOE, logical_weights, random_prompts, spread_weights
 from tests.geometry import SMALL
-
-GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3_moe_odd_sharded"
 
 # ------------------------------------------------------------------ weights
 
