@@ -196,36 +196,3 @@ def test_a_token_has_one_logprob(vocab):
     np.testing.assert_allclose(out.extras.chosen, chosen, atol=2e-5)
     is_plain = np.isin(rows.temperature, [0.0, 1.0])
     np.testing.assert_array_equal(out.scaled_logprob[is_plain], out.logprob[is_plain])
-
-
-@pytest.mark.parametrize("backend", ["native"], indirect=True)
-@pytest.mark.parametrize(
-    ("vocab", "counts"),
-    [
-        (5000, (1, 33)),
-        *(
-            pytest.param(vocab, (1, 2, 3, 5, 8, 17, 33), marks=pytest.mark.soak)
-            for vocab in (7, 130, 5000)
-        ),
-    ],
-)
-def test_a_row_has_the_same_bits_in_any_batch(vocab, counts, backend):
-    """Tests the JIT-compiled kernels, with filters of every kind beside each other."""
-    assert backend == "native"
-    rng = np.random.default_rng(vocab)
-    logits = rng.normal(0, 2, (64, vocab)).astype(np.float32)
-    rows = batch(
-        64,
-        vocab,
-        temperature=rng.choice([0.0, 0.7, 1.0], 64),
-        top_k=rng.choice([min(5, vocab), min(200, vocab), vocab], 64),
-        top_p=rng.choice([0.3, 0.9999, 1.0], 64),
-        min_p=rng.choice([0.0, 0.05], 64),
-    )
-    together = jax.jit(sample)(logits, rows, jnp.int32(3))
-    for count in counts:
-        some = rng.permutation(64)[:count]
-        part = jax.tree.map(lambda field, some=some: field[some], rows)
-        alone = jax.jit(sample)(logits[some], part, jnp.int32(3))
-        for one, all_ in zip(alone[:4], together[:4], strict=True):
-            np.testing.assert_array_equal(one, np.asarray(all_)[some])

@@ -80,7 +80,7 @@ class TestCompany:
         [
             {},
             pytest.param(WIDE, marks=pytest.mark.soak),
-            pytest.param({**CHUNKED, "disable_radix_cache": True}, marks=pytest.mark.slow),
+            pytest.param({**CHUNKED, "disable_radix_cache": True}, marks=pytest.mark.soak),
         ],
         ids=["small", "wide", "chunked"],
     )

@@ -10,7 +10,6 @@ from sgljax_engine import (
     WeightsLostError,
     WeightSyncError,
 )
-from sgljax_engine.weights import apply
 from tests.engine.interrupts import (
     LONG,
     NUM_TOKENS,
@@ -222,33 +221,3 @@ class TestUpdateAsleep:
         wait_until(engine, lambda _: device_bytes() == memory)
         engine.wake_up()
         assert tokens_of(results(calls)) == expected
-
-    def test_donation_that_fails_at_level_2_says_so(self, engine, reference, monkeypatch):
-        calls = start_all(engine, PROMPTS)
-        engine.sleep(level=2)
-        real, count = apply._store_one, []
-
-        def fail_third(*args):
-            count.append(args)
-            if len(count) == 3:
-                raise RuntimeError("planted fault")
-            return real(*args)
-
-        memory = device_bytes()
-        with monkeypatch.context() as patch:
-            patch.setattr(apply, "_store_one", fail_third)
-            with pytest.raises(WeightsLostError, match="failed half-way: planted fault"):
-                engine.update_weights(NEW, donate=True)
-        for call in calls:
-            with pytest.raises(EngineStateError, match="planted fault"):
-                call.result(LIMIT_S)
-        wait_until(engine, lambda _: device_bytes() == memory)
-        late = start(lambda: engine.generate_requests([[7, 8]], SHORT)[0])
-        wait_until(engine, lambda s: s.waiting_queue_size == 1)
-        engine.wake_up()
-        assert not engine.get_internal_state().has_weights
-        with pytest.raises(EngineStateError, match=r"until update_weights .* planted fault"):
-            engine.generate_requests([[1, 2]], SHORT)
-        engine.update_weights(NEW, donate=True)
-        out = late.result(LIMIT_S)
-        assert out.output_ids == reference.generate_requests([[7, 8]], SHORT)[0].output_ids
