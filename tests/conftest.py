@@ -17,6 +17,7 @@ import gc
 import importlib.util
 import signal
 
+import hypothesis
 import pytest
 
 from tests import compilation, quick_compile
@@ -24,6 +25,10 @@ from tests.tunix_experimental import HAS_EXPERIMENTAL
 
 compilation.keep_programs()
 quick_compile.others_quickly()
+
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile("tests", deadline=None)
+hypothesis.settings.load_profile("tests")
 
 # A shell that starts this in the background has it, and its child processes, ignore interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

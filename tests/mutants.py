@@ -197,7 +197,7 @@ MUTANTS = (
     Mutant("in-place-pause-goes-on", "states", f"{_ENGINE}/core/pause_state.py",
            'return self.mode in (None, "wait")',
            'return self.mode in (None, "wait", "in_place")',
-           ("tests/engine/test_pause_continue.py", "tests/engine/test_sleep.py"),
+           ("tests/engine/test_engine_core.py", "tests/engine/test_interrupt_machine.py"),
            "requests are sampled on while generation is paused"),
     Mutant("two-weights-of-one-version", "states", f"{_ENGINE}/core/commands/checkpoint.py",
            "core.serving.raise_version(restoration.weight_version + (not is_same))",
@@ -309,7 +309,7 @@ def pytest_configure() -> None:
     from hypothesis import Phase, settings
 
     phases = (Phase.explicit, Phase.generate)
-    settings.register_profile("mutants", database=None, phases=phases)
+    settings.register_profile("mutants", database=None, deadline=None, phases=phases)
     settings.load_profile("mutants")
 
 

@@ -22,8 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh
 
 from sgljax_engine import (
     Engine,
@@ -488,24 +487,6 @@ def faults() -> None:
         serves_old(5)
         engine.update_weights(spread_weights(ONE), donate=True)
         serves_old(6)
-
-
-def trainers_weights() -> None:
-    """Weights come from a trainer's mesh of the same devices, with another sharding."""
-    mesh = mesh_of((2, 2), ("fsdp", "tp"))
-    new = {
-        name: jax.device_put(x, NamedSharding(mesh, P("fsdp") if x.ndim == 2 else P()))
-        for name, x in spread_weights(ONE, seed=5).items()
-        if x.shape[0] % 4 == 0
-    }
-    rest = {k: v for k, v in spread_weights(ONE, seed=5).items() if k not in new}
-    new |= {name: jax.device_put(x, NamedSharding(mesh, P())) for name, x in rest.items()}
-    with make(None) as one, make(mesh) as engine:
-        one.update_weights(spread_weights(ONE, seed=5))
-        engine.update_weights(new, verify=True)
-        assert outputs(engine) == outputs(one)
-        assert engine.get_weights_checksum() == one.get_weights_checksum()
-        assert engine.find_differing_weights(new) == []
 
 
 def scores() -> None:

@@ -116,11 +116,6 @@ class References:
                 expected = self._of(weights, lora, tokens)[: len(found)]
                 assert found == expected, f"weights {weights}, {lora}, behind {tokens}"
 
-    def warm_up(self) -> None:
-        """Builds all engines and compiles all that they need."""
-        for weights in range(NUM_WEIGHTS):
-            self._engine(weights).warmup()
-
     def forget(self) -> None:
         """Lets go of the answers."""
         self._known.clear()

@@ -7,8 +7,7 @@ from transformers import AutoTokenizer
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 from sgljax_engine import Engine, InvalidRequestError
-from tests.engine.models import TINY, spread_weights
-from tests.engine.small_tokenizers import GOLDEN, CharTokenizer
+from tests.engine.small_tokenizers import GOLDEN
 from tests.geometry import SMALL
 
 FOLDER = GOLDEN / "qwen3_gqa_tied"
@@ -61,26 +60,6 @@ class TestTemplate:
         closed = engine.apply_chat_template(messages, add_generation_prompt=False)
         assert closed == ids_of(written(messages, tail=""))
 
-    @pytest.mark.parametrize("messages", [ASK, TALK])
-    def test_tunix_puts_one_bos_in_front(self, tunix_engine, messages):
-        bos = golden_tokenizer().bos_token_id
-        assert tunix_engine.apply_chat_template(messages) == [bos, *ids_of(written(messages))]
-
-    @pytest.mark.parametrize("wrap", [lambda tokenizer: tokenizer, TokenizerAdapter])
-    def test_no_doubled_bos(self, wrap):
-        """The template writes BOS itself, and encoding would put another one in front."""
-        template = "{{ bos_token }}{{ messages[0].content }}{% if loud %}!{% endif %}"
-        tokenizer = golden_tokenizer(template)
-        with Engine(FOLDER, tokenizer=wrap(tokenizer), **SMALL) as engine:
-            bos = tokenizer.bos_token_id
-            ids = engine.apply_chat_template(ASK)
-            assert ids == [bos, *ids_of("hi")]
-            loud = engine.apply_chat_template(ASK, template_options={"loud": True})
-            assert loud == [bos, *ids_of("hi!")]
-            output = engine.chat(ASK, PARAMS, template_options={"loud": True})
-            assert output["meta_info"]["prompt_tokens"] == len(loud)
-            assert output["output_ids"] == engine.generate(None, PARAMS, loud)["output_ids"]
-
 
 def answer(output):
     return output["text"], output["output_ids"], output["meta_info"]["prompt_tokens"]
@@ -123,17 +102,11 @@ class TestChat:
 class TestErrors:
     CASES = (
         (None, "messages must be a list .*got None"),
-        ([], r"messages must be a list .*got \[\]"),
-        ("hi", "messages must be a list .*got 'hi'"),
-        (ASK[0], "messages must be a list .*got {'role'"),
         (iter(ASK), "messages must be a list .*got <list_iterator"),
-        (["hi"], "messages must be a list .*got 'hi'"),
         ([[]], r"messages must be a list .*got \[\]"),
         ([ASK, []], r"messages must be a list .*got \[\]"),
         ([ASK[0], ASK], r"messages\[1\] must be a dict"),
         ([ASK, ASK[0]], "messages must be a list .*got {'role'"),
-        ([{"role": "user"}], r"messages\[0\]\['content'\] must be text"),
-        ([{"content": "hi"}], r"messages\[0\]\['role'\] must be text"),
     )
 
     @pytest.mark.parametrize(("messages", "error"), CASES)
@@ -142,33 +115,3 @@ class TestErrors:
         with pytest.raises(InvalidRequestError, match=error):
             engine.chat(messages, PARAMS, stream=stream)
         assert engine.get_internal_state().running_batch_size == 0
-
-    def test_options_that_are_not_the_templates(self, engine):
-        with pytest.raises(InvalidRequestError, match="must not set 'return_tensors'"):
-            engine.chat(ASK, PARAMS, template_options={"return_tensors": "np"})
-
-    def test_a_template_that_refuses(self):
-        tokenizer = golden_tokenizer("{{ raise_exception('users first') }}")
-        with (
-            Engine(FOLDER, tokenizer=tokenizer, **SMALL) as engine,
-            pytest.raises(InvalidRequestError, match="cannot render messages: users first"),
-        ):
-            engine.chat(ASK, PARAMS)
-
-    @pytest.mark.parametrize(
-        ("tokenizer", "error"),
-        [(None, "the engine has none"), (CharTokenizer(), "CharTokenizer has none")],
-    )
-    def test_no_template(self, tokenizer, error):
-        with (
-            Engine(
-                model_config=TINY, weights=spread_weights(), tokenizer=tokenizer, **SMALL
-            ) as engine,
-            pytest.raises(InvalidRequestError, match=f"messages need a .*{error}"),
-        ):
-            engine.chat(ASK, PARAMS)
-
-    def test_too_long(self, engine):
-        talk = [{"role": "user", "content": "a" * 600}]
-        with pytest.raises(InvalidRequestError, match="the limit is max_model_len - 1 = 511"):
-            engine.chat(talk, PARAMS)

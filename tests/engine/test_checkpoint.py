@@ -31,10 +31,10 @@ from tests.engine.interrupts import (
     start_all,
     wait_until,
 )
-from tests.engine.models import TINY, random_prompts, spread_weights
+from tests.engine.models import random_prompts, spread_weights
 from tests.engine.small_tokenizers import CharTokenizer
 from tests.geometry import CHUNKED, other
-from tests.threads import LIMIT_S, running, start
+from tests.threads import LIMIT_S, start
 
 PROMPTS = random_prompts(12, 3, 60)
 PARAMS = [SamplingParams(temperature=0, max_new_tokens=40 + 10 * i) for i in range(12)]
@@ -116,78 +116,6 @@ class TestRestore:
                 assert found.token_weight_versions == [0] * len(found.output_ids)
             settle(engine)
 
-    @pytest.mark.slow
-    def test_every_kind_of_request(self, tmp_path):
-        """Samples, seeds, penalties, biases, stop strings, log-probs of all kinds, streams."""
-        prompt = PROMPTS[0]
-        wanted: list[dict[str, Any]] = [
-            {"sampling_params": {"temperature": 0.8, "seed": 7, "n": 3}},
-            {"sampling_params": {"temperature": 1.2, "seed": 3, "top_p": 0.9, "top_k": 20}},
-            {
-                "sampling_params": {
-                    "temperature": 0.7,
-                    "seed": 4,
-                    "presence_penalty": 0.5,
-                    "repetition_penalty": 1.3,
-                    "logit_bias": {5: 2.0},
-                    "bad_token_ids": [7, 8],
-                    "min_new_tokens": 30,
-                }
-            },
-            {
-                "sampling_params": {"temperature": 0.0},
-                "return_logprob": True,
-                "logprob_start_len": 0,
-                "top_logprobs_num": 2,
-                "token_ids_logprob": [1, 2],
-            },
-        ]
-        for each in wanted:
-            each["sampling_params"] |= {"max_new_tokens": 90, "ignore_eos": True}
-
-        def calls(engine):
-            return [
-                start(lambda i=i, each=each: engine.generate(input_ids=prompt, rid=f"c{i}", **each))
-                for i, each in enumerate(wanted)
-            ]
-
-        options = {"tokenizer": CharTokenizer()}
-        with make_engine(**options) as engine:
-            text = engine.generate(input_ids=prompt, sampling_params=wanted[3]["sampling_params"])
-            wanted[3]["sampling_params"]["stop"] = [text["text"][60:64]]
-            reference = [call.result(LIMIT_S) for call in calls(engine)]
-        with make_engine(**options) as engine:
-            running = calls(engine)
-            stream = engine.generate(
-                input_ids=prompt,
-                sampling_params=wanted[1]["sampling_params"],
-                rid="stream",
-                stream=True,
-            )
-            wait_until(engine, lambda s: s.counters.num_first_tokens >= 7)
-            engine.pause_generation()
-            report = engine.save_checkpoint(tmp_path)
-            assert report.num_requests >= 6
-            done = {i for i, call in enumerate(running) if call.done()}
-            stream.close()
-        with make_engine(**options) as engine:
-            futures = engine.restore_checkpoint(tmp_path)
-            outs = {rid: future.result(LIMIT_S).to_dict() for rid, future in futures.items()}
-        assert outs["stream"]["output_ids"] == reference[1]["output_ids"]
-        for i, each in enumerate(reference):
-            if i in done:
-                continue
-            samples = each if isinstance(each, list) else [each]
-            for sample, want in enumerate(samples):
-                out = outs[f"c{i}-{sample}" if len(samples) > 1 else f"c{i}"]
-                assert out["output_ids"] == want["output_ids"]
-                assert out["text"] == want["text"]
-                assert out["meta_info"].keys() == want["meta_info"].keys()
-                for name, lists in want["meta_info"].items():
-                    if "logprobs" in name:
-                        assert len(out["meta_info"][name]) == len(lists)
-        assert len(done) < len(reference)
-
     def test_behind_requests_that_are_there(self, saved, expected):
         with make_engine() as engine:
             calls = start_all(engine, [[1, 2, 3], [4, 5]])
@@ -263,24 +191,6 @@ class TestRestore:
         with make_engine() as engine:
             assert_same(engine.restore_checkpoint(tmp_path / "again"), expected)
 
-    def test_asyncio(self, tmp_path, expected):
-        async def save():
-            with make_engine() as engine:
-                call = generate(engine)
-                await asyncio.to_thread(run_until_some_are_finished, engine, call)
-                await engine.async_save_checkpoint(tmp_path)
-
-        async def restore():
-            with make_engine() as engine:
-                futures = await engine.async_restore_checkpoint(tmp_path)
-                with running():
-                    outs = await asyncio.gather(*futures.values())
-                return dict(zip(futures, outs, strict=True))
-
-        asyncio.run(save())
-        for rid, out in asyncio.run(restore()).items():
-            assert out.output_ids == expected[rid]["output_ids"]
-
 
 class TestWeights:
     def test_versions_go_on(self, tmp_path, expected):
@@ -296,8 +206,7 @@ class TestWeights:
             for future in futures.values():
                 assert set(future.result().token_weight_versions) == {3}
 
-    @pytest.mark.parametrize("num_updates", [0, 5])
-    def test_other_weights_continue_under_a_higher_version(self, tmp_path, caplog, num_updates):
+    def test_other_weights_continue_under_a_higher_version(self, tmp_path, caplog):
         """As after an update with mode="retract"."""
         other = spread_weights(seed=1)
         with make_engine() as engine:
@@ -306,13 +215,11 @@ class TestWeights:
             run_until_some_are_finished(engine, call)
             engine.save_checkpoint(tmp_path)
         with make_engine(weights=other) as engine:
-            for _ in range(num_updates):
-                engine.update_weights(other)
             with caplog.at_level(logging.WARNING):
                 futures = engine.restore_checkpoint(tmp_path)
             assert "under a higher version" in caplog.text
             outs = [future.result(LIMIT_S) for future in futures.values()]
-            assert engine.weight_version == max(num_updates, 2)
+            assert engine.weight_version == 2
             mixed = 0
             for out in outs:
                 versions = out.token_weight_versions
@@ -375,16 +282,6 @@ class TestRefusals:
             assert engine.generate(input_ids=[1], sampling_params={"max_new_tokens": 2})
             settle(engine)
 
-    def test_another_model(self, saved):
-        import dataclasses
-
-        other = dataclasses.replace(TINY, rms_norm_eps=TINY.rms_norm_eps * 2)
-        checkpoint = CheckpointManager(saved).load()
-        checkpoint.metadata["model"]["rms_norm_eps"] = other.rms_norm_eps
-        CheckpointManager(saved).save(checkpoint)
-        with make_engine() as engine, pytest.raises(CheckpointError, match="rms_norm_eps"):
-            engine.restore_checkpoint(saved)
-
     def test_a_request_that_does_not_fit_here(self, saved, expected, caplog):
         """It is refused by itself; the others go on."""
         with make_engine(**other("some requests are too long", max_model_len=150)) as engine:
@@ -412,14 +309,7 @@ class TestRefusals:
                 assert futures[rid].result(LIMIT_S).output_ids == expected[rid]["output_ids"]
         assert finished
 
-    def test_while_requests_are_refused(self, saved):
-        with make_engine() as engine:
-            engine.sleep(refuse_requests=True)
-            with pytest.raises(EngineStateError, match="sleeps"):
-                engine.restore_checkpoint(saved)
-            assert engine.get_internal_state().waiting_queue_size == 0
-
-    @pytest.mark.parametrize("version", [-1, True, 2**31 - 2, 2**40, None, "1"])
+    @pytest.mark.parametrize("version", [-1, 2**40, None])
     def test_a_weight_version_that_never_was(self, saved, version):
         checkpoint = CheckpointManager(saved).load()
         checkpoint.metadata["weight_version"] = version
@@ -460,26 +350,6 @@ class TestSaving:
             let_go.set()
             assert saving.result(LIMIT_S).num_requests == 12
 
-    def test_a_save_that_fails_costs_nothing(self, tmp_path, expected, monkeypatch):
-        with make_engine() as engine:
-            call = generate(engine)
-            run_until_some_are_finished(engine, call)
-            engine.save_checkpoint(tmp_path)
-
-            def full(*args, **kwargs):
-                raise OSError(28, "No space left on device")
-
-            with monkeypatch.context() as patch:
-                patch.setattr("os.replace", full)
-                with pytest.raises(CheckpointError, match="No space left"):
-                    engine.save_checkpoint(tmp_path)
-            engine.check_integrity()
-            engine.continue_generation()
-            outs = call.result(LIMIT_S)
-            assert [o["output_ids"] for o in outs] == [expected[r]["output_ids"] for r in RIDS]
-        with make_engine() as engine:
-            assert_same(engine.restore_checkpoint(tmp_path), expected)
-
     def test_a_save_that_fails_keeps_no_weights(self, tmp_path, monkeypatch):
         base = device_bytes()
 
@@ -508,9 +378,6 @@ class TestSaving:
             engine.save_checkpoint(tmp_path)
             engine.wake_up()
             call.result(LIMIT_S)
-        with make_engine() as engine:
-            assert_same(engine.restore_checkpoint(tmp_path), expected)
-            assert engine.weight_version == 0
         with make_engine() as engine:
             engine.sleep()
             futures = engine.restore_checkpoint(tmp_path)
@@ -549,8 +416,7 @@ class TestSaving:
                 futures["bad"].result(LIMIT_S)
             assert len(futures["good"].result(LIMIT_S).output_ids) == NUM_TOKENS
 
-    @pytest.mark.parametrize("include_stop", [False, True])
-    @pytest.mark.parametrize("end", [6, 8])
+    @pytest.mark.parametrize(("end", "include_stop"), [(6, False), (8, True)])
     def test_what_a_stop_string_ended_is_cut_as_it_was(self, tmp_path, include_stop, end):
         """It is found again, where the last token completed it and where more were made."""
         options = {"tokenizer": CharTokenizer()}

@@ -243,12 +243,6 @@ def test_a_request_goes_on_after_a_checkpoint():
     assert kept.output_ids == [7, 8, 9]
 
 
-def test_a_finished_request_stays_finished():
-    kept = make_request(1, status=FINISHED)
-    back = RequestCheckpoint.from_dict(kept.to_dict()).to_request((), None, 50.0)
-    assert (back.status, back.finish) == (FINISHED, FinishReason("stop", matched="</answer>"))
-
-
 def test_every_field_of_a_request_is_kept_or_made_anew():
     """Whoever adds one says which: here, or by a field of `RequestCheckpoint`."""
     fields = {field.name for field in dataclasses.fields(Request)}
@@ -325,10 +319,3 @@ def test_each_request_is_in_the_queue_of_its_status():
     twice["scheduler_state"]["requests"] *= 2
     with pytest.raises(CheckpointError, match="is there twice"):
         EngineCheckpoint.from_dict(twice)
-
-
-def test_versions():
-    fields = make_checkpoint([]).to_dict()
-    for version in (1, 3, 0, "2", True, None, 2.0):
-        with pytest.raises(CheckpointError, match="this engine reads version 2"):
-            EngineCheckpoint.from_dict(fields | {"version": version, "what_it_brings": 1})

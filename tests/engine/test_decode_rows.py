@@ -127,7 +127,6 @@ def test_each_request_gets_the_results_of_its_row():
         ([2, 2, 2, 2, 4, 4, 4, 4], [(8, 2), (4, 2)]),  # rows and steps
         ([1, 2, 3, 3, 4, 4, 4, 4], [(8, 3), (4, 1)]),  # four must finish before four rows serve
         ([2, 2, 2, 4, 4, 4, 4, 4], [(8, 4)]),
-        ([3, 4], [(4, 4)]),  # no smaller program
     ],
 )
 def test_a_dispatch_ends_when_the_rows_left_fit_a_smaller_program(lengths, dispatches):

@@ -49,15 +49,6 @@ class TestSiblings:
         drafter.finish(short, End(is_moved=True))
         assert lists(drafter.references(own)) == [[*TAIL, 1, 2, 3]]
 
-    def test_forgets_a_prompt_with_its_last_request(self):
-        drafter, both = SiblingDrafter(), [text([1]), text([2])]
-        for each in both:
-            drafter.add(each)
-        for each in both:
-            drafter.finish(each, End(version=0))
-        assert not drafter._running
-        assert not drafter._finished
-
 
 class TestHistory:
     def answer(self, drafter: HistoryDrafter, *outputs: list[int], prompt=PROMPT, version=0):

@@ -128,24 +128,6 @@ def test_random_choices_against_a_loop(shape, way):
     np.testing.assert_allclose(got, expected_mix(x, routing, experts, everywhere), atol=3e-6)
 
 
-def test_a_tokens_bits_do_not_depend_on_the_others():
-    """With kernels that are batch-invariant."""
-    shape = Shape(num_tokens=64, num_experts=6, num_chosen=2, model_dim=96, width=40)
-    rng = np.random.default_rng(2)
-    run = mix_of("kernels")
-    stored = placed(weights_of(shape), "kernels")
-    x, routing, _ = draw(shape, rng, kind=0)
-    alone = np.asarray(run(x, routing, stored, np.ones(64, bool)))
-    for crowded in (True, False):
-        order = rng.permutation(64)
-        used = np.ones(64, bool) if crowded else rng.random(64) < 0.3
-        moved = Routing(routing.weights[order], routing.ids[order])
-        got = np.asarray(run(x[order], moved, stored, used))
-        np.testing.assert_array_equal(got[used].view(np.int32), alone[order][used].view(np.int32))
-        few = np.asarray(run(x[order][:16], jax.tree.map(lambda a: a[:16], moved), stored, None))
-        np.testing.assert_array_equal(few.view(np.int32), alone[order][:16].view(np.int32))
-
-
 @pytest.mark.parametrize("way", tiered(WAYS, FAST))
 def test_unused_tokens_do_no_harm(way):
     """Whatever they hold, and though they choose experts like others."""
@@ -176,7 +158,7 @@ def test_no_copy_of_an_experts_weights():
     assert "while" not in text
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_time_follows_the_experts_that_are_hit():
     """As XLA counts it, a turn of the loop costs one expert; `ragged_dot` on CPUs costs all."""
     shape = Shape(num_tokens=8, num_experts=64, num_chosen=2, model_dim=64, width=32)

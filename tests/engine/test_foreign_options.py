@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 
 from sgljax_engine import (
-    FOREIGN_FIELDS,
     FOREIGN_OPTIONS,
     EngineConfig,
     InvalidConfigError,
-    InvalidRequestError,
-    SamplingParams,
 )
 
 
@@ -34,17 +31,8 @@ def test_no_name_is_an_option_here_and_every_counterpart_is():
     [
         ("max_num_seqs", "it is vLLM's name of 'max_running_requests'"),
         ("gpu_memory_utilization", "vLLM's name of 'mem_fraction_static', of the memory beside"),
-        ("max_num_batched_tokens", "vLLM's name of 'chunked_prefill_size'"),
-        ("block_size", "vLLM's name of 'page_size'"),
-        ("context_length", "SGLang's name of 'max_model_len'"),
-        ("precompile_bs_paddings", "SGLang's name of 'batch_buckets'"),
         ("enable_prefix_caching", "vLLM's name of the opposite of 'disable_radix_cache'"),
         ("pp_size", "without a counterpart here: the rollout's or engine's `mesh` decides"),
-        ("tensor_parallel_size", "it is vLLM's name of 'tp_size'"),
-        ("dp_size", "it is SGLang's name of 'data_parallel_size'"),
-        ("log_requests", "without a counterpart here: logging is Python's"),
-        ("enable_lora", "without a counterpart here: `max_loras` above 0 makes an engine with"),
-        ("max_loras_per_batch", "'max_loras'"),
     ],
 )
 def test_hints(name, hint):
@@ -58,23 +46,3 @@ def test_a_value_and_its_opposite():
     with pytest.raises(InvalidConfigError, match=r"enable_prefix_caching must be .* got 'yes'"):
         prefix_caching.translate("yes")
     assert FOREIGN_OPTIONS["max_num_seqs"].translate(7) == 7
-
-
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("max_tokens", "it is called max_new_tokens here"),
-        ("max_completion_tokens", "it is called max_new_tokens here"),
-        ("sampling_seed", "it is called seed here"),
-        ("do_sample", "temperature=0 is greedy"),
-        ("num_return_sequences", "it is called n here"),
-        ("eos_token_id", "stop_token_ids"),
-        ("stop_strings", "it is called stop here"),
-        ("prompt", "argument of generate"),
-        ("return_logprobs", "argument return_logprob of generate"),
-    ],
-)
-def test_hints_of_sampling_fields(name, hint):
-    assert name in FOREIGN_FIELDS
-    with pytest.raises(InvalidRequestError, match=f"sampling field {name}=7 .*{hint}"):
-        SamplingParams.from_dict({name: 7})

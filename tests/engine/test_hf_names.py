@@ -14,7 +14,6 @@ from sgljax_engine import (
     Engine,
     Rule,
     SamplingParams,
-    WeightSyncError,
     hf_rules,
     load_model_config,
     logical_rules,
@@ -27,7 +26,7 @@ from sgljax_engine.weights.hf_layout import find_weight_files
 from sgljax_engine.weights.loader import read_hf_folder
 from sgljax_engine.weights.plan import plan_sync
 from sgljax_engine.weights.specs import source_spec
-from tests.engine.models import TINY, ForeignTensor, logical_weights, spread_weights
+from tests.engine.models import TINY, logical_weights, spread_weights
 from tests.geometry import SMALL
 from tests.tiers import tiered
 
@@ -35,7 +34,6 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 FOLDERS = ["qwen2_bias_untied", "qwen3_gqa_tied", "gemma3_window", "llama_scaled_untied"]
 """Those with a square projection."""
 FAST = ("qwen3_gqa_tied",)
-SLOW = ("gemma3_window",)
 
 OPTIONS: dict[str, Any] = {**SMALL, "dtype": "float32"}
 SQUARE = "model.layers.0.self_attn.k_proj.weight"
@@ -55,7 +53,7 @@ def engine():
         yield engine
 
 
-@pytest.mark.parametrize("name", tiered(FOLDERS, FAST, SLOW))
+@pytest.mark.parametrize("name", tiered(FOLDERS, FAST, []))
 def test_transformers_weights_come_out_right(name):
     """Against what transformers computes with them, from the start and after an update."""
     folder, golden = GOLDEN / name, np.load(GOLDEN / name / "golden.npz")
@@ -103,18 +101,6 @@ def test_both_orientations_have_rules(engine):
         assert other.find_differing_weights(spread_weights()) == []
 
 
-def test_the_other_orientation_is_told(engine):
-    with pytest.raises(WeightSyncError) as caught:
-        engine.update_weights(logical_weights())
-    line = (
-        f"{WIDE!r} [32, 64] for {WIDE!r} [32, 64]: shapes do not fit (after transpose (1, 0): "
-        "[64, 32]); without the transpose they do, see logical_rules"
-    )
-    assert line in str(caught.value)
-    with pytest.raises(WeightSyncError, match=r"\[64, 32\] .* with transpose=\(1, 0\) they do"):
-        engine.update_weights(spread_weights(), logical_rules(TINY))
-
-
 def test_rules_can_be_extended(engine):
     """A model that stores one parameter otherwise keeps the rest."""
     weights = spread_weights(seed=2)
@@ -129,13 +115,10 @@ class TestPairs:
     @pytest.mark.parametrize(
         "given",
         [
-            lambda weights: list(weights.items()),
-            lambda weights: tuple(weights.items()),
             lambda weights: weights.items(),
-            lambda weights: iter(weights.items()),
             lambda weights: ((name, jnp.asarray(array)) for name, array in weights.items()),
         ],
-        ids=["list", "tuple", "items", "iterator", "generator"],
+        ids=["items", "generator"],
     )
     def test_are_taken(self, engine, given):
         version = engine.weight_version
@@ -147,31 +130,6 @@ class TestPairs:
         pairs = list(spread_weights().items())
         with Engine(model_config=TINY, weights=pairs, **OPTIONS) as engine:
             assert engine.find_differing_weights(spread_weights()) == []
-
-    def test_with_a_name_twice(self, engine):
-        pairs = list(spread_weights().items())
-        with pytest.raises(WeightSyncError, match=r"both called 'model\.norm\.weight'"):
-            engine.update_weights([*pairs, ("model.norm.weight", np.ones(32, np.float32))])
-
-
-class TestBadSources:
-    def test_arrays_of_another_framework(self, engine):
-        weights = spread_weights() | {"model.norm.weight": ForeignTensor()}
-        with pytest.raises(
-            WeightSyncError,
-            match=r"'model.norm.weight' must be an array, got ForeignTensor; jax.numpy.from_dlpack",
-        ):
-            engine.update_weights(weights)
-
-    @pytest.mark.parametrize(
-        "rules", [[("a", "b")], {"a": "b"}, Rule("a", "b")], ids=["tuples", "dict", "one"]
-    )
-    def test_rules_that_are_none(self, engine, rules):
-        for call in (engine.update_weights, engine.find_differing_weights):
-            with pytest.raises(WeightSyncError, match="rules must be a list of Rule, got "):
-                call(spread_weights(), rules)
-        with pytest.raises(WeightSyncError, match="rules must be a list of Rule, got "):
-            Engine(model_config=TINY, weights=spread_weights(), weight_rules=rules)
 
 
 def test_an_update_by_these_names_copies_once():

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from sgljax_engine import (
     Engine,
@@ -36,12 +35,11 @@ from tests.engine.interrupts import (
     results,
     settle,
     start_all,
-    update_in_flight,
     wait_until,
 )
 from tests.engine.models import HYBRID, logical_weights, random_prompts, spread_weights
 from tests.engine.test_quantization import rounded, scores
-from tests.geometry import RETRACTING, SMALL
+from tests.geometry import SMALL
 from tests.threads import gate_steps, running
 from tests.tiers import tiered
 
@@ -113,25 +111,8 @@ class TestAnswers:
             ]
         check(golden, outputs)
 
-    def test_four_samples(self, engine, golden):
-        prompt, params = golden_prompts(golden)[-1], dataclasses.replace(PARAMS, n=4)
-        last = int(golden["num_prompts"]) - 1
-        with running():
-            outputs = engine.generate_requests([prompt], params)
-        expected = golden[f"greedy_{last}"].tolist()
-        assert [output.output_ids for output in outputs] == [expected] * 4
-
     def test_scores(self, engine, golden):
         check_golden_scores(engine, golden)
-
-    @pytest.mark.slow
-    def test_small_chunks_and_a_small_pool(self, example):
-        """Prompts in chunks of 16, and requests that are prefilled again with their answers."""
-        folder, golden = example
-        with make_engine(folder, **RETRACTING) as engine, running():
-            check(golden, engine.generate_requests(golden_prompts(golden), PARAMS))
-            assert engine.get_internal_state().counters.num_retractions > 0
-            assert_idle(engine)
 
     @pytest.mark.soak
     @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -150,38 +131,6 @@ class TestAnswers:
         assert counters.num_draft_tokens > 0
         if drafter == "history":
             assert counters.num_accepted_tokens > 0
-
-    @pytest.mark.parametrize("mode", ["retract", "in_place"])
-    def test_paused(self, engine, golden, mode):
-        calls = start_all(engine, golden_prompts(golden), PARAMS)
-        engine.pause_generation(mode)
-        engine.check_integrity()
-        state = engine.get_internal_state()
-        # One behind each prompt; retracted requests leave theirs to the prefix cache too.
-        assert state.kept_states == len(calls) * (2 if mode == "retract" else 1)
-        assert state.free_state_slots == 16 - (0 if mode == "retract" else len(calls))
-        engine.continue_generation()
-        check(golden, results(calls))
-
-    @pytest.mark.parametrize("preserve", [True, False])
-    def test_asleep_in_between(self, engine, golden, preserve):
-        calls = start_all(engine, golden_prompts(golden), PARAMS)
-        before = engine.get_internal_state().counters.num_retractions
-        engine.sleep(level=1, preserve_state=preserve)
-        state = engine.get_internal_state()
-        assert not state.is_kv_allocated
-        assert state.counters.num_retractions - before == (0 if preserve else len(calls))
-        engine.wake_up()
-        engine.check_integrity()
-        check(golden, results(calls))
-
-    @pytest.mark.parametrize("mode", ["retract", "in_place"])
-    def test_updated_in_flight_with_the_same_weights(self, engine, golden, folder, mode):
-        calls = start_all(engine, golden_prompts(golden), PARAMS)
-        update_in_flight(engine, load_file(folder / "model.safetensors"), mode=mode)
-        outputs = results(calls)
-        check(golden, outputs)
-        assert {len(set(output.token_weight_versions)) for output in outputs} == {2}
 
 
 @pytest.fixture(scope="module")
@@ -244,10 +193,6 @@ class TestSlots:
             engine.warmup()
             check(golden, engine.generate_requests(golden_prompts(golden), PARAMS))
 
-    def test_a_slot_count_that_does_not_fit(self, small):
-        with pytest.raises(InvalidConfigError, match="num_state_slots 1000000000000"):
-            Engine(small, **OPTIONS, num_state_slots=10**12)
-
     def test_a_limited_memory_holds_fewer(self, small):
         config = load_model_config(small)
         net = config.linear_attention
@@ -281,7 +226,7 @@ def test_int8_has_the_numbers_of_the_rounded_weights():
     assert np.abs(plain - expected).max() > 0.01
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 class TestAdapters:
     """Pairs of every kind of projection, kept apart, against the same added to the weights."""
 

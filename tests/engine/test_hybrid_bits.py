@@ -85,20 +85,6 @@ class TestEngine:
         assert list(scores)[-len(bits.tokens) :] == first.logprobs
 
 
-@pytest.mark.soak
-@needs_machine_code
-def test_drafts_where_ranks_are_not_promoted(alone):
-    """As a host process may set JAX."""
-    before = jax.config.jax_numpy_rank_promotion  # type: ignore[attr-defined]
-    jax.config.update("jax_numpy_rank_promotion", "raise")
-    try:
-        with make_engine({**RETRACTING, "speculation": "always"}, MODEL) as engine:
-            check_bits(run(engine, ASKED[:4], Way({})), alone[:4])
-            assert engine.get_internal_state().counters.num_draft_tokens > 0
-    finally:
-        jax.config.update("jax_numpy_rank_promotion", before)
-
-
 def rule_of(net: LinearAttentionConfig) -> Any:
     return jax.jit(
         lambda states, tokens: CpuKernels().delta_rule(states, tokens, net.head_sizes),

@@ -12,7 +12,7 @@ from sgljax_engine.core import commands as cmd
 from tests import inside
 from tests.engine.interrupts import update_in_flight
 from tests.engine.models import TINY, random_prompts, spread_weights
-from tests.geometry import SMALL, other
+from tests.geometry import SMALL
 from tests.threads import held, start, wait_for
 
 GREEDY = {"temperature": 0, "max_new_tokens": 12}
@@ -59,26 +59,6 @@ def test_time_to_first_token_of_a_request_without_tokens(engine):
     assert output.output_ids == []
     assert output.time_to_first_token_s is None
     assert output.to_dict()["meta_info"]["time_to_first_token"] is None
-
-
-def test_a_time_that_nothing_fits_leaves_the_smallest_prefills_and_one_step(engine, monkeypatch):
-    """Once it is known what they take; the answers are the same."""
-    first, second = random_prompts(2, 200, 200)
-    expected = engine.generate(None, GREEDY, second)["output_ids"]
-    sizes = other("prefills of several sizes", chunked_prefill_size=256, token_buckets=(64, 256))
-    with Engine(
-        model_config=TINY, weights=spread_weights(), max_dispatch_s=1e-9, **sizes
-    ) as hurried:
-        hurried.warmup()
-        core = inside.core(hurried)
-        schedule, seen = core.scheduler.schedule, []
-        monkeypatch.setattr(core.scheduler, "schedule", lambda: seen.append(schedule()) or seen[-1])
-        hurried.generate(None, GREEDY, first)
-        assert seen[0].prefill_tokens == 208
-        seen.clear()
-        assert hurried.generate(None, GREEDY, second)["output_ids"] == expected
-    assert [output.prefill_tokens for output in seen] == [64, 64, 64, 16, *[0] * 11]
-    assert all(output.num_steps == 1 for output in seen if output.decode)
 
 
 def test_counters_add_up(engine):

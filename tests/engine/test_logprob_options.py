@@ -13,8 +13,7 @@ from tests import inside
 from tests.engine.interrupts import update_in_flight
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.sampling_reference import forward, log_softmax
-from tests.engine.test_sampling_table import GOLDEN, across
-from tests.geometry import CHUNKED, RETRACTING, SMALL
+from tests.geometry import CHUNKED, SMALL
 from tests.threads import LIMIT_S
 
 WEIGHTS = spread_weights()
@@ -31,12 +30,6 @@ OUTPUT_KEYS = (
 @pytest.fixture(scope="module")
 def engine():
     with Engine(model_config=TINY, weights=WEIGHTS, **SMALL) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def text_engine():
-    with Engine(GOLDEN, **SMALL) as engine:
         yield engine
 
 
@@ -88,9 +81,8 @@ class TestShapes:
         ("top_num", "ids"),
         [
             (0, [127, 0, 127]),
-            pytest.param(1, [], marks=pytest.mark.slow),
             (9, [5] * 9),
-            pytest.param(128, list(range(128)), marks=pytest.mark.slow),
+            pytest.param(128, list(range(128)), marks=pytest.mark.soak),
         ],
     )
     def test_lists_match_float64(self, engine, top_num, ids):
@@ -112,19 +104,6 @@ class TestShapes:
         meta, size = out["meta_info"], len(PROMPT)
         check_lists(meta, "input", PROMPT[start:], raw[start:size], 3, [7, 0, 7])
         check_lists(meta, "output", out["output_ids"], raw[size:-1], 3, [7, 0, 7])
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize(("top_num", "ids"), [(2, []), (0, [3])])
-    def test_prompt_with_some_lists_only(self, engine, top_num, ids):
-        out = generate(
-            engine,
-            return_logprob=True,
-            logprob_start_len=0,
-            top_logprobs_num=top_num,
-            token_ids_logprob=ids,
-        )
-        raw = [None, *raw_logprobs(WEIGHTS, PROMPT, out)]
-        check_lists(out["meta_info"], "input", PROMPT, raw[: len(PROMPT)], top_num, ids)
 
     def test_prompt_of_one_token(self, engine):
         out = generate(engine, prompt=[5], **ALL_LISTS, logprob_start_len=0)
@@ -160,20 +139,6 @@ class TestShapes:
             if start >= 0:
                 check_lists(meta, "input", prompt[start:], raw[start:size], top_num, ids)
 
-    def test_each_sample_of_n(self, engine):
-        outs = generate(engine, fields={"n": 3}, **ALL_LISTS, logprob_start_len=0)
-        for out in outs:
-            raw = [None, *raw_logprobs(WEIGHTS, PROMPT, out)]
-            meta, size = out["meta_info"], len(PROMPT)
-            check_lists(meta, "input", PROMPT, raw[:size], 3, [7, 0, 7])
-            check_lists(meta, "output", out["output_ids"], raw[size:-1], 3, [7, 0, 7])
-
-    def test_none_for_every_prompt(self, engine):
-        outs = generate(
-            engine, prompt=[[1], [2]], return_logprob=True, token_ids_logprob=[None, None]
-        )
-        assert all("output_token_ids_logprobs" not in out["meta_info"] for out in outs)
-
     def test_asking_changes_no_draw(self, engine):
         asked = generate(engine, **ALL_LISTS, logprob_start_len=0)
         assert generate(engine)["output_ids"] == asked["output_ids"]
@@ -193,34 +158,6 @@ class TestLengths:
         out = generate(engine, fields={"stop_token_ids": [plain[5]]}, **ALL_LISTS)
         self.check(out)
         assert len(out["output_ids"]) <= 6
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("stream", [False, True])
-    def test_cut_at_a_stop_string(self, text_engine, stream):
-        params = {"temperature": 3.0, "seed": 1, "ignore_eos": True, "max_new_tokens": 40}
-        tokenizer = text_engine._tokenizer
-        texts = [tokenizer.decode([i]) for i in range(320)]
-        letters = [i for i, text in enumerate(texts) if text.isalpha() and len(text) > 1]
-        params["allowed_token_ids"] = letters
-        plain = text_engine.generate(prompt="the", sampling_params=params)
-        pieces = [texts[i] for i in plain["output_ids"]]
-        stop, begin, last = across(pieces)
-        out = text_engine.generate(
-            prompt="the",
-            sampling_params=params | {"stop": stop},
-            **ALL_LISTS,
-            logprob_start_len=0,
-            stream=stream,
-        )
-        if stream:
-            out = self.join(out)
-        full = text_engine.generate(prompt="the", sampling_params=params, **ALL_LISTS)
-        assert out["text"] == plain["text"][:begin]
-        assert out["output_ids"] == plain["output_ids"][: last + 1]
-        self.check(out)
-        size = len(out["output_ids"])
-        for key in OUTPUT_KEYS:
-            assert out["meta_info"][key] == full["meta_info"][key][:size]
 
     def join(self, pieces, has_input=True):
         """One output of a stream's pieces; each piece's lists fit its own tokens."""
@@ -243,24 +180,6 @@ class TestLengths:
         assert joined["output_ids"] == whole["output_ids"]
         for key in OUTPUT_KEYS:
             assert joined["meta_info"][key] == whole["meta_info"][key]
-
-    @pytest.mark.slow
-    def test_retracted(self, engine):
-        prompts = random_prompts(8, 4, 12, seed=6)
-        fields = {"max_new_tokens": 30, "temperature": 0.0}
-        expected = generate(engine, prompt=prompts, fields=fields, **ALL_LISTS)
-        with Engine(
-            model_config=TINY,
-            weights=WEIGHTS,
-            **RETRACTING,
-        ) as small:
-            outs = generate(small, prompt=prompts, fields=fields, **ALL_LISTS)
-            assert small.get_internal_state().counters.num_retractions > 0
-        for out, other, prompt in zip(outs, expected, prompts, strict=True):
-            self.check(out)
-            assert out["output_ids"] == other["output_ids"]
-            raw = raw_logprobs(WEIGHTS, prompt, out)[len(prompt) - 1 : -1]
-            check_lists(out["meta_info"], "output", out["output_ids"], raw, 3, [7, 0, 7])
 
     def test_resumed_after_a_weight_update(self, engine):
         """Tokens from before the update keep the old weights' log-probs, the rest have the new."""

@@ -22,7 +22,11 @@ def lowered(runner: ModelRunner) -> list[str]:
     return [runner.programs.lower(call, state).as_text() for call in calls]
 
 
-@pytest.mark.parametrize("more", [{}, {"max_loras": 2, "max_lora_rank": 4}], ids=["plain", "lora"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, pytest.param({"max_loras": 2, "max_lora_rank": 4}, marks=pytest.mark.slow)],
+    ids=["plain", "lora"],
+)
 def test_they_are_those_of_an_engine_with_arrays(more):
     options: dict[str, Any] = {**SMALL, **more}
     runner, memory = build_shapes(TINY, EngineConfig.from_options(options), "float32", None)

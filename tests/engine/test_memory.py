@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import pytest
 
-from sgljax_engine import Engine, InvalidConfigError
+from sgljax_engine import Engine, InvalidConfigError, SamplingParams
 from sgljax_engine.runner.kv import memory_plan as memory
 from tests import inside
 from tests.engine.models import TINY, random_prompts, spread_weights
@@ -121,3 +121,25 @@ class TestPages:
                 gc.collect()
                 assert len(jax.live_arrays()) <= num_live
             assert engine.get_internal_state().counters.num_dispatches > 50
+
+    def test_memory_comes_back_at_the_next_dispatch(self):
+        prompts, params = (
+            random_prompts(6, 10, 40),
+            SamplingParams(temperature=0, max_new_tokens=20),
+        )
+        with make_engine() as engine:
+            before = engine.generate_requests(prompts, params)
+            num_compiles = engine.get_internal_state().num_compiles
+            memory = engine.get_internal_state().memory
+            assert engine.release_kv_cache() == memory.kv_bytes > 0
+            state = engine.get_internal_state()
+            assert not state.is_kv_allocated
+            assert state.cached_kv_tokens == 0
+            assert engine.release_kv_cache() == 0
+            assert engine.score([[1, 2, 3]])[0].shape == (2,)
+            assert not engine.get_internal_state().is_kv_allocated
+            after = engine.generate_requests(prompts, params)
+            assert [out.output_ids for out in after] == [out.output_ids for out in before]
+            state = engine.get_internal_state()
+            assert state.is_kv_allocated
+            assert state.num_compiles <= num_compiles + 1  # score's

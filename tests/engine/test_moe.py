@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from sgljax_engine import (
     Engine,
     EngineConfig,
-    InvalidConfigError,
     LoraRule,
     Rule,
-    SamplingParams,
     WeightSyncError,
     hf_rules,
     logical_rules,
-    read_hf_tensors,
 )
 from sgljax_engine.builder.group import build_shapes
 from sgljax_engine.layers.experts import mix
 from sgljax_engine.models import mixture
-from sgljax_engine.placement.submeshes import check_divides
 from sgljax_engine.runner.warmup import warm_calls
 from tests.engine.models import TINY_MOE, logical_weights, random_prompts, spread_weights
 from tests.geometry import SMALL
-
-GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3_moe_odd_sharded"
 
 # ------------------------------------------------------------------ weights
 
@@ -50,30 +42,6 @@ def fused(weights):
         kept[f"{layer}.experts.gate_up_proj"] = both
         kept[f"{layer}.experts.down_proj"] = stack("down_proj")
     return kept
-
-
-def write_folder(folder, weights):
-    folder.mkdir()
-    (folder / "config.json").write_text((GOLDEN / "config.json").read_text())
-    save_file(
-        {k: np.ascontiguousarray(w) for k, w in weights.items()}, folder / "model.safetensors"
-    )
-    return folder
-
-
-@pytest.fixture(scope="module")
-def golden():
-    return {name: tensor.load() for name, tensor in read_hf_tensors(GOLDEN).items()}
-
-
-@pytest.mark.slow
-def test_both_forms_of_a_folder_give_equal_weights(golden, tmp_path):
-    other = write_folder(tmp_path / "fused", fused(golden))
-    with Engine(GOLDEN, dtype="float32", **SMALL) as engine:
-        checksums = engine.get_weights_checksum()
-    assert not any(re.search(r"experts\.\d", name) for name in checksums)  # stacks, not experts
-    with Engine(other, dtype="float32", **SMALL) as engine:
-        assert engine.get_weights_checksum() == checksums
 
 
 @pytest.mark.slow
@@ -193,24 +161,7 @@ def test_every_program_says_which_tokens_are_used(monkeypatch):
     assert all(said)
 
 
-@pytest.mark.slow
-def test_unused_rows_take_no_experts():
-    """A row that ended, and rows that no request has, cost no expert and change nothing."""
-    prompts = random_prompts(5, 1, 40)
-    limits = (1, 24, 3, 9, 24)
-    params = [SamplingParams(temperature=0, max_new_tokens=n, ignore_eos=True) for n in limits]
-    with Engine(model_config=TINY_MOE, weights=spread_weights(TINY_MOE), **SMALL) as engine:
-        together = engine.generate_requests(prompts, params)
-        for prompt, each, output in zip(prompts, params, together, strict=True):
-            (alone,) = engine.generate_requests([prompt], each)
-            assert alone.output_ids == output.output_ids
-            np.testing.assert_allclose(alone.logprobs, output.logprobs, atol=1e-5)
-            whole = prompt + output.output_ids
-            (scored,) = engine.score([whole], 1.0, [len(prompt)])
-            np.testing.assert_allclose(scored, output.logprobs, atol=1e-5)
-
-
-@pytest.mark.slow
+@pytest.mark.soak
 def test_bfloat16_follows_float32():
     """It runs on XLA's loop over blocks."""
     weights, prompts = spread_weights(TINY_MOE), random_prompts(4, 30, 40)
@@ -224,15 +175,3 @@ def test_bfloat16_follows_float32():
 
 
 # ------------------------------------------------------------------ sizes
-
-
-def moe(**changes):
-    assert TINY_MOE.moe is not None
-    return dataclasses.replace(TINY_MOE, moe=dataclasses.replace(TINY_MOE.moe, **changes))
-
-
-def test_experts_that_divide_neither_way_are_refused():
-    check_divides(moe(intermediate_size=24, num_experts=7), 4)
-    check_divides(moe(intermediate_size=22, num_experts=8), 4)
-    with pytest.raises(InvalidConfigError, match=r"moe\.intermediate_size .*\(4\), got 22 and 6"):
-        check_divides(moe(intermediate_size=22, num_experts=6), 4)

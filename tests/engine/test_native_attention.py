@@ -41,7 +41,8 @@ LONG_CASES = [  # as above, of heads that are unrolled into much code
     ("case", "num_queries"),
     [
         *spread(CASES, [16, 1, 5]),
-        (LONG_CASES[1], 1),  # the one pair that the next line lacks
+        # the one pair that the next line lacks
+        pytest.param(LONG_CASES[1], 1, marks=pytest.mark.slow),
         *spread(LONG_CASES, [1, 16, 5], road="other"),
     ],
 )

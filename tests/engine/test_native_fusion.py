@@ -59,7 +59,7 @@ EXPRESSIONS = {
 
 
 @pytest.mark.parametrize(
-    "counts", [(1, 5, 33), pytest.param((*range(1, 20), 33, 64), marks=pytest.mark.slow)]
+    "counts", [(1, 5, 33), pytest.param((*range(1, 20), 33, 64), marks=pytest.mark.soak)]
 )
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_arithmetic_between_operations(name, counts, monkeypatch):

@@ -207,12 +207,6 @@ assert np.array_equal(jax.jit(copy)(x)[0], x)
         assert "No space left on device" in caplog.text
         assert list(tmp_path.iterdir()) == []
 
-    def test_round_trip(self, tmp_path):
-        path = tmp_path / "deep" / "code.o"
-        kept_code.save(path, b"code")
-        assert kept_code.load(path) == b"code"
-        assert [each.name for each in path.parent.iterdir()] == ["code.o"]
-
 
 @needs_machine_code
 class TestThreads:

@@ -160,7 +160,7 @@ class TestGenerate:
         ("model", "options"),
         [
             pytest.param(TINY, CHUNKED, id="chunks"),
-            pytest.param(HYBRID, {}, id="hybrid"),
+            pytest.param(HYBRID, {}, id="hybrid", marks=pytest.mark.soak),
             pytest.param(TINY_MOE, {}, id="experts", marks=pytest.mark.soak),
         ],
     )

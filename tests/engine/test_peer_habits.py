@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import pickle
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,7 +17,6 @@ from sgljax_engine import (
     InvalidConfigError,
     InvalidRequestError,
     SamplingParams,
-    WeightLoadError,
 )
 from tests import inside
 from tests.engine.models import TINY, spread_weights
@@ -59,7 +57,6 @@ class TestPrompts:
     @pytest.mark.parametrize(
         ("prompt", "message"),
         [
-            ([5, 6], "prompt must be text, got int; give token ids as input_ids"),
             ([[5, 6]], "prompt must be text, got list; give token ids as input_ids"),
             (np.array([5, 6]), "prompt must be text, got int64; give token ids as input_ids"),
             (5, "prompt must be a list, got int; give token ids as input_ids"),
@@ -74,10 +71,6 @@ class TestPrompts:
                 "prompt must be text, got dict; give its text as prompt, or its token ids as "
                 "input_ids",
             ),
-            (
-                [{"role": "user", "content": "ab"}],
-                "prompt must be text, got dict; messages go into Engine.chat",
-            ),
         ],
     )
     def test_that_are_no_text(self, engine, prompt, message):
@@ -88,7 +81,6 @@ class TestPrompts:
     @pytest.mark.parametrize(
         ("ids", "message"),
         [
-            ("ab", "input_ids must be a list, got str; give text as prompt"),
             (
                 ["ab"],
                 "input_ids must be a list of integers, got shape (1,) of <U2; give text as prompt",
@@ -144,35 +136,11 @@ class TestSamplingParams:
 
 
 class TestMakingAnEngine:
-    def test_a_model_of_a_hub(self):
-        with pytest.raises(InvalidConfigError) as caught:
-            Engine("Qwen/Qwen3-0.6B")
-        assert str(caught.value) == (
-            "model_path must be a folder, and there is no 'Qwen/Qwen3-0.6B'; models are not "
-            "downloaded: `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B` fetches one of "
-            "Hugging Face's hub"
-        )
-
     def test_a_file(self):
         with pytest.raises(InvalidConfigError, match=r"must be a folder, got '.*peer_habits\.py'"):
             Engine(Path(__file__))
 
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            ({"model_config": {"vocab_size": 5}}, r"ModelConfig \(model_config_from_hf .* 'dict'"),
-            ({"model_config": SimpleNamespace()}, r"model_config must be a ModelConfig"),
-            # no engine
-            ({"config": {"page_size": 4}}, "config must be an EngineConfig, got dict"),
-            ({"weights": "folder"}, "weights must be arrays, got 'folder'; a folder goes into"),
-            ({"weights": Path("folder")}, "weights must be arrays, got 'folder'"),
-        ],
-    )
-    def test_arguments_of_another_type(self, arguments, message):
-        with pytest.raises(InvalidConfigError, match=message):
-            Engine(**({"model_config": TINY} | arguments))
-
-    @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.dtype("bfloat16"), "bfloat16"])
+    @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.dtype("bfloat16")])
     def test_dtypes_of_jax(self, dtype):
         with Engine(model_config=TINY, load_format="dummy", dtype=dtype, **SMALL) as engine:
             weights = inside.runner(engine).weights
@@ -183,17 +151,3 @@ class TestMakingAnEngine:
     def test_other_dtypes(self, dtype):
         with pytest.raises(InvalidConfigError, match="dtype must be None or one of"):
             Engine(model_config=TINY, load_format="dummy", dtype=dtype)
-
-
-class TestFolders:
-    def test_without_a_config(self, engine, tmp_path):
-        (tmp_path / "model.safetensors").write_bytes(b"")
-        for call in (engine.update_weights, engine.find_differing_weights):
-            with pytest.raises(WeightLoadError, match=r"has no config\.json, so nothing tells"):
-                call(tmp_path)
-
-    def test_a_file(self, engine, tmp_path):
-        file = tmp_path / "model.safetensors"
-        file.write_bytes(b"")
-        with pytest.raises(WeightLoadError, match="must be arrays or a folder, got the file "):
-            engine.update_weights(file)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,13 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sgljax_engine import Engine, EngineStepError, SamplingParams
+from sgljax_engine import Engine, SamplingParams
 from tests import inside
 from tests.engine.exactness_checks import check_reuse_changes_nothing, check_update_leaves_no_prefix
-from tests.engine.interrupts import update_in_flight, wait_until
 from tests.engine.models import TINY, spread_weights
-from tests.geometry import RETRACTING, SMALL, WIDE
-from tests.threads import LIMIT_S, gate_steps, start, wait_for
+from tests.geometry import RETRACTING, SMALL
 
 PAGE = SMALL["page_size"]
 GROUP = SMALL["max_running_requests"]
@@ -116,23 +113,6 @@ class TestGroup:
         assert counted.page_copies == (8 if (length - 1) % PAGE else 0)
         assert ids(outs) == ids(reference.generate_requests([prompt], SAMPLES))
 
-    def test_group_larger_than_the_batch(self, engine, reference):
-        prompt, counted = make_prompt(60), Counted(engine)
-        params = dataclasses.replace(SAMPLES, n=3 * GROUP + 1)
-        outs = engine.generate_requests([prompt], params)
-        assert counted.prefill_tokens == 59
-        assert [o.num_cached_tokens for o in outs] == [0] + 3 * GROUP * [59]
-        assert ids(outs) == ids(reference.generate_requests([prompt], params))
-
-    def test_repeated_prompts_share_as_samples_do(self, engine, reference):
-        prompts = [make_prompt(30, seed) for seed in (0, 1)] * 4
-        params = [dataclasses.replace(GREEDY, max_new_tokens=1 + i) for i in range(8)]
-        counted = Counted(engine)
-        outs = engine.generate_requests(prompts, params)
-        assert counted.prefill_tokens == 2 * 29
-        assert [o.num_cached_tokens for o in outs] == [0, 0] + 6 * [29]
-        assert ids(outs) == ids(reference.generate_requests(prompts, params))
-
     def test_prompts_with_the_same_beginning_share_whole_pages(self, engine, reference):
         common = make_prompt(18)
         prompts = [common + make_prompt(12, seed) for seed in range(3)]
@@ -143,15 +123,6 @@ class TestGroup:
         assert counted.page_copies == 0
         assert ids(outs) == ids(reference.generate_requests(prompts, GREEDY))
 
-    def test_prompt_longer_than_a_prefill_is_computed_once(self, engine, reference):
-        prompts = [make_prompt(250), make_prompt(250), make_prompt(200)]
-        params = [SAMPLES, dataclasses.replace(SAMPLES, n=1), dataclasses.replace(SAMPLES, n=4)]
-        counted = Counted(engine)
-        outs = engine.generate_requests(prompts, params)
-        assert counted.prefill_tokens == 249 + 199
-        assert [o.num_cached_tokens for o in outs] == [0] + 8 * [249] + [0] + 3 * [199]
-        assert ids(outs) == ids(reference.generate_requests(prompts, params))
-
     def test_pool_that_holds_one_request_more_than_the_prompt(self, reference):
         """Pages run out in the middle of the group, tails and all."""
         prompt = make_prompt(120)
@@ -161,16 +132,6 @@ class TestGroup:
             assert_all_free(engine)
         assert sum(out.num_retractions for out in outs) > 0
         assert ids(outs) == ids(reference.generate_requests([prompt], params))
-
-    @pytest.mark.slow
-    def test_a_groups_prefill_is_a_fraction_of_the_work(self):
-        """One prompt fills a dispatch; without the cache each sample fills one."""
-        params, found = SamplingParams(n=16, max_new_tokens=1), []
-        for is_plain in (False, True):
-            with make_engine(disable_radix_cache=is_plain, **WIDE) as engine:
-                engine.generate_requests([make_prompt(250)], params)
-                found.append(engine.get_internal_state().counters.num_prefill_tokens)
-        assert found == [249, 16 * 249]
 
 
 class TestTurns:
@@ -197,26 +158,6 @@ class TestUpdate:
             check_update_leaves_no_prefix(engine, fresh, weights, make_prompt(120))
             assert_all_free(engine)
 
-    def test_update_amid_a_group(self):
-        """Running samples hold shared pages of the old weights when the update comes."""
-        prompt, weights = make_prompt(120), spread_weights(seed=1)
-        long = SamplingParams(n=6, temperature=1.0, seed=1, max_new_tokens=130)
-        with gate_steps(make_engine()) as engine, make_engine(weights=weights) as fresh:
-            group = start(lambda: engine.generate_requests([prompt], long))
-            wait_until(engine, lambda state: state.running_batch_size == 6)
-            update_in_flight(engine, weights)
-            out = greedy(engine, prompt)
-            assert not group.done()
-            assert out.output_ids == greedy(fresh, prompt).output_ids
-            continued = group.result(LIMIT_S)
-            assert {(o.num_retractions, o.weight_version) for o in continued} == {(1, 1)}
-            assert [o.num_cached_tokens for o in continued] == [0] + 5 * [119]
-            # What a sample goes on with must be what the new weights make of its tokens.
-            scored = fresh.score([[*prompt, *o.output_ids] for o in continued])
-            for sample, logprobs in zip(continued, scored, strict=True):
-                assert sample.logprobs[-1] == pytest.approx(float(logprobs[-1]), abs=1e-4)
-            assert_all_free(engine)
-
 
 class TestFlush:
     def test_frees_all_that_nobody_uses(self, engine):
@@ -227,62 +168,6 @@ class TestFlush:
         assert engine.flush_cache().flushed_items == 26 * PAGE
         assert engine.get_internal_state().cached_kv_tokens == 0
         assert greedy(engine, make_prompt(100)).num_cached_tokens == 0
-
-    def test_is_refused_amid_a_group(self, reference):
-        prompt = make_prompt(100)
-        params = dataclasses.replace(SAMPLES, max_new_tokens=60)
-        expected = ids(reference.generate_requests([prompt], params))
-        with gate_steps(make_engine()) as engine:
-            group = start(lambda: engine.generate_requests([prompt], params))
-            wait_until(engine, lambda state: state.running_batch_size == 8)
-            answer = engine.flush_cache()
-            assert not answer.success
-            assert answer.flushed_items == 0
-            assert "8 running request(s) hold KV pages" in answer.error_msg
-            assert ids(group.result(LIMIT_S)) == expected
-
-
-class TestEnds:
-    def test_aborting_a_group_leaves_a_cache_that_is_right(self, reference):
-        prompt = make_prompt(60)
-
-        async def main(engine):
-            params = dataclasses.replace(SAMPLES, n=2 * GROUP, max_new_tokens=190)
-            task = asyncio.create_task(
-                engine.async_generate(input_ids=prompt, sampling_params=params)
-            )
-            await asyncio.sleep(0)  # lets the task submit its requests
-            wait_until(engine, lambda state: state.running_batch_size > 4)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-
-        with gate_steps(make_engine()) as engine:
-            asyncio.run(main(engine))
-            wait_for(lambda: engine.get_internal_state().running_batch_size == 0)
-            engine.check_integrity()
-            out = greedy(engine, prompt)
-            assert out.num_cached_tokens >= 56
-            assert_all_free(engine)
-        assert out.output_ids == greedy(reference, prompt).output_ids
-
-    @pytest.mark.parametrize("program", ["prefill", "copy_pages", "decode"])
-    def test_failed_step_leaves_nothing_to_match(self, engine, reference, monkeypatch, program):
-        prompt, runner = make_prompt(100), inside.runner(engine)
-        with monkeypatch.context() as patch:
-
-            def broken(*_):
-                raise RuntimeError("planted fault")
-
-            patch.setattr(runner, program, broken)
-            with pytest.raises(EngineStepError, match="planted fault"):
-                engine.generate_requests([prompt], SAMPLES)
-            wait_for(lambda: engine.get_internal_state().running_batch_size == 0)
-        engine.check_integrity()
-        assert engine.get_internal_state().cached_kv_tokens == 0
-        out = greedy(engine, prompt)
-        assert out.num_cached_tokens == 0
-        assert out.output_ids == greedy(reference, prompt).output_ids
 
 
 class TestPressure:

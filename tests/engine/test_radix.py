@@ -152,14 +152,14 @@ TestRadixMachine = RadixMachine.TestCase
 TestRadixMachine.settings = SHORT
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 class TestLongAllocatorMachine(AllocatorMachine.TestCase):
     """More examples of the allocator's machine."""
 
     settings = LONG
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 class TestLongRadixMachine(RadixMachine.TestCase):
     """More examples of the prefix cache's machine."""
 
@@ -173,9 +173,7 @@ def test_forty_thousand_random_operations():
     assert min(totals.evictions, totals.hits, totals.merges, totals.resets) > 100
 
 
-class TestExamples:
-    """What the tree is for, spelled out."""
-
+class TestPlantedFaults:
     def make(self, num_pages=8, page_size=2):
         allocator = PageAllocator(num_pages)
         return allocator, RadixCache(allocator, page_size)
@@ -184,49 +182,6 @@ class TestExamples:
         pages = cache.allocate(len(tokens) // 2)
         cache.release(cache.extend(acquire(cache, []), tokens, pages, merge=True))
         return pages
-
-    def cached(self, cache):
-        return sorted(tokens for tokens, _, _ in cache.prefixes())
-
-    def test_least_recently_used_leaf_goes_first(self):
-        _, cache = self.make(num_pages=5)
-        self.store(cache, [1, 1, 2, 2])
-        self.store(cache, [1, 1, 3, 3])
-        self.store(cache, [4, 4, 5, 5])
-        cache.release(acquire(cache, [1, 1, 2, 2]))
-        assert cache.num_available == 5
-        cache.allocate(1)
-        assert (1, 1, 3, 3) not in self.cached(cache)
-        cache.allocate(2)
-        assert self.cached(cache) == [(1, 1), (1, 1, 2, 2)]
-
-    def test_a_held_prefix_is_not_evicted(self):
-        _, cache = self.make(num_pages=4)
-        pages = self.store(cache, [1, 1, 2, 2])
-        handle = acquire(cache, [1, 1, 2, 2, 3])
-        assert handle.pages() == pages
-        cache.allocate(2)
-        with pytest.raises(EngineError, match="cannot allocate 1 KV pages, 0 are free"):
-            cache.allocate(1)
-        cache.release(handle)
-        assert sorted(cache.allocate(2)) == pages
-
-    def test_a_refused_allocation_evicts_nothing(self):
-        _, cache = self.make(num_pages=3)
-        self.store(cache, [1, 1, 2, 2])
-        with pytest.raises(EngineError, match="cannot allocate 4"):
-            cache.allocate(4)
-        assert self.cached(cache) == [(1, 1), (1, 1, 2, 2)]
-
-    def test_pages_of_an_old_tree_are_freed_with_their_last_handle(self):
-        allocator, cache = self.make()
-        self.store(cache, [1, 1, 2, 2, 3, 3])
-        handle = acquire(cache, [1, 1, 2, 2])
-        assert cache.reset() == 1
-        assert acquire(cache, [1, 1]).num_pages == 0
-        assert (allocator.num_used, cache.num_cached, cache.num_available) == (2, 2, 6)
-        cache.release(handle)
-        assert (allocator.num_used, cache.num_cached) == (0, 0)
 
     @pytest.mark.parametrize("fault", ["lost", "twice", "early", "miscounted", "held", "misplaced"])
     def test_integrity_check_finds_planted_faults(self, fault):

@@ -110,14 +110,6 @@ def test_turns_of_one_prompts_samples_part():
         assert serve(router, make_request([*prompt, *sample.output_ids, 5])) == engine
 
 
-def test_the_newest_token_is_in_no_block():
-    router = make_router()
-    assert serve(router, make_request([1], output=[2, 3, 4])) == 0
-    assert router.num_blocks == 1  # the prompt
-    assert serve(router, make_request([1], output=[2, 3, 4, 5])) == 0
-    assert router.num_blocks == 2
-
-
 def test_a_short_match_bears_less_load_than_a_long_one():
     system = make_prompt(0, 4 * BLOCK)
     for num_own, gap in ((0, MAX_LOAD_GAP), (4, MAX_LOAD_GAP // 2), (12, MAX_LOAD_GAP // 4)):
@@ -150,14 +142,6 @@ def test_adapters_share_nothing():
     assert serve(router, make_request(prompt)) == 0
 
 
-def test_the_tokens_after_a_block_are_no_block():
-    router = make_router()
-    assert serve(router, make_request([1, 2])) == 0
-    assert serve(router, make_request([1, 2, 3])) == 1
-    assert serve(router, make_request([1, 2, 3, 4, 5])) == 2
-    assert serve(router, make_request([1, 2])) == 0
-
-
 def test_the_prefix_used_least_recently_is_forgotten():
     router = make_router(max_blocks=4)
     first, second, third = (make_prompt(n, 2 * BLOCK) for n in range(3))
@@ -171,14 +155,6 @@ def test_the_prefix_used_least_recently_is_forgotten():
     assert serve(router, make_request(third)) == 2
     assert router.num_blocks == 4
     assert serve(router, make_request(second)) == 3  # all of it is forgotten
-
-
-def test_a_prompt_longer_than_all_blocks_keeps_its_beginning():
-    router = make_router(max_blocks=4)
-    prompt = make_prompt(0, 100 * BLOCK)
-    assert serve(router, make_request(prompt)) == 0
-    assert router.num_blocks == 4
-    assert serve(router, make_request(prompt[: 4 * BLOCK])) == 0
 
 
 # ---------------------------------------------------------------------------- loads
@@ -199,16 +175,6 @@ def test_the_idlest_gets_what_no_engine_knows():
     assert router.loads == (3, 3, 3)
 
 
-def test_a_move_takes_load_and_prefix_along():
-    router = make_router(num_engines=2)
-    prompt = make_prompt(0)
-    requests = make_samples(prompt, 4)
-    assert router.route(requests) == [0] * 4
-    router.moved(requests[3], 0, 1)
-    assert router.loads == (3, 1)
-    assert router.route(make_samples(prompt, 2)) == [1, 1]
-
-
 def test_no_engine_has_less_than_no_load():
     router = make_router()
     with pytest.raises(ValueError, match="engine 2 has no unfinished request"):
@@ -216,10 +182,6 @@ def test_no_engine_has_less_than_no_load():
     with pytest.raises(ValueError, match="engine 1 has no unfinished request"):
         router.moved(make_request([1]), 1, 0)
     assert router.loads == (0, 0, 0, 0)
-
-
-def test_nothing_to_route():
-    assert make_router().route([]) == []
 
 
 @pytest.mark.parametrize("name", ["num_engines", "block_size", "max_rows", "max_blocks"])

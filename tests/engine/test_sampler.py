@@ -10,14 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sgljax_engine import SamplingParams
 from sgljax_engine.sampling.filters import make_filters
 from sgljax_engine.sampling.logprobs import LogprobBatch
 from sgljax_engine.sampling.race import race
 from sgljax_engine.sampling.sampler import SamplingBatch, sample
 from sgljax_engine.sampling_params import MAX_STOP_TOKEN_IDS
 from tests.engine.sampler_cases import SAMPLERS, patched
-from tests.engine.sampling_reference import distribution
 from tests.tiers import tiered
 
 
@@ -59,7 +57,7 @@ def seeds_and_steps(count, seed=0):
     return jnp.asarray(seeds), jnp.arange(count, dtype=jnp.int32)
 
 
-@pytest.mark.parametrize("vocab", [3, 129, 5120])
+@pytest.mark.parametrize("vocab", [129, 5120])
 def test_a_race_draws_each_token_as_often_as_it_weighs(vocab):
     rng = np.random.default_rng(vocab)
     weights = rng.random(vocab).astype(np.float32) * (rng.random(vocab) < 0.3)
@@ -84,18 +82,6 @@ def test_a_race_draws_each_token_as_often_as_it_weighs(vocab):
     assert square < degrees + 6 * np.sqrt(2 * degrees)
 
 
-def test_a_race_never_draws_weight_zero():
-    weights = np.zeros((3, 300), np.float32)
-    weights[0, 0], weights[1, 299], weights[2, [5, 140]] = 1.0, 1.0, [1e-8, 1.0]
-    draw = jax.jit(race)
-    for seed in range(50):
-        seeds, steps = seeds_and_steps(3, seed)
-        tokens = np.asarray(draw(jnp.asarray(weights), seeds, steps))
-        assert tokens[0] == 0
-        assert tokens[1] == 299
-        assert tokens[2] in (5, 140)
-
-
 def test_a_race_of_a_filtered_real_vocabulary():
     vocab, batch_size = 151_936, 64
     rng = np.random.default_rng(0)
@@ -113,8 +99,8 @@ def test_a_race_of_a_filtered_real_vocabulary():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "spread",
-    [pytest.param(0.3, marks=pytest.mark.soak), 2.0, 6.0],
-    ids=["flat", "long-tailed", "peaked"],
+    [2.0, *(pytest.param(each, marks=pytest.mark.soak) for each in (0.3, 6.0))],
+    ids=["long-tailed", "flat", "peaked"],
 )
 def test_rounding_errors_change_no_draw(spread):
     """Among 1024 draws from 32,768 tokens, inverting the distribution changes 1 to 3."""
@@ -156,54 +142,6 @@ def test_shards_of_the_vocabulary_change_no_token(vocab, num_shards):
 
 
 @both
-@pytest.mark.parametrize("top_p", [1e-50, 1e-40, 1e-30])
-def test_tiny_top_p_is_greedy(top_p):
-    logits = jnp.asarray(np.random.default_rng(4).normal(0, 1, (8, 1000)).astype(np.float32))
-    rows = batch(8, 1000, top_p=top_p)
-    tokens = np.asarray(jax.jit(sample)(logits, rows, jnp.int32(0)).token)
-    np.testing.assert_array_equal(tokens, np.asarray(logits).argmax(-1))
-
-
-@both
-def test_draws_follow_the_distribution():
-    vocab, draws = 37, 200_000
-    logits = np.random.default_rng(0).normal(0, 1.5, vocab).astype(np.float32)
-    rows = batch(draws, vocab, temperature=0.8, top_k=12, min_p=0.01)
-    tokens = np.asarray(jax.jit(sample)(jnp.tile(logits, (draws, 1)), rows, jnp.int32(0)).token)
-    expected = distribution(logits, SamplingParams(temperature=0.8, top_k=12, min_p=0.01))
-    counts = np.bincount(tokens, minlength=vocab)
-    kept = expected > 0
-    assert (counts[~kept] == 0).all()
-    chi_square = np.sum((counts[kept] - draws * expected[kept]) ** 2 / (draws * expected[kept]))
-    assert chi_square < 40, chi_square  # 11 degrees of freedom: p < 1e-4
-
-
-@both
-def test_logprobs_match_float64():
-    logits = np.random.default_rng(1).normal(0, 4, (8, 1000)).astype(np.float32)
-    temperature = np.array([1.0, 0.7, 0.0, 2.0] * 2, np.float32)
-    rows = batch(8, 1000, temperature=temperature)
-    out = jax.jit(sample)(jnp.asarray(logits), rows, jnp.int32(0))
-    tokens = np.asarray(out.token)
-
-    def log_softmax(x):
-        x = x.astype(np.float64)
-        return (
-            x
-            - x.max(-1, keepdims=True)
-            - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True))
-        )
-
-    rows = np.arange(8)
-    np.testing.assert_allclose(out.logprob, log_softmax(logits)[rows, tokens], atol=1e-5)
-    scale = np.where(temperature == 0, 1.0, temperature)[:, None]
-    np.testing.assert_allclose(
-        out.scaled_logprob, log_softmax(logits / scale)[rows, tokens], atol=1e-5
-    )
-    np.testing.assert_array_equal(tokens[[2, 6]], logits.argmax(-1)[[2, 6]])
-
-
-@both
 def test_draw_depends_on_seed_and_step_only():
     logits = jnp.asarray(np.random.default_rng(2).normal(0, 1, (8, 1000)).astype(np.float32))
     rows, draw = batch(8, 1000), jax.jit(sample)
@@ -213,21 +151,12 @@ def test_draw_depends_on_seed_and_step_only():
     assert (first != later).any()
     shifted = rows._replace(step=np.full(8, 5, np.int32))
     np.testing.assert_array_equal(later, draw(logits, shifted, jnp.int32(0)).token)
-    # The same row with other batch mates.
-    alone = jax.tree.map(lambda field: field[2:3], rows)
-    assert draw(logits[2:3], alone, jnp.int32(0)).token[0] == first[2]
 
 
 @both
-def test_greedy_rows_ignore_filters_and_seed():
-    logits = jnp.asarray(np.random.default_rng(3).normal(0, 1, (8, 1000)).astype(np.float32))
-    rows = batch(8, 1000, temperature=[0, 1] * 4, top_k=5, top_p=0.5)
-    tokens = np.asarray(jax.jit(sample)(logits, rows, jnp.int32(3)).token)
-    np.testing.assert_array_equal(tokens[::2], np.asarray(logits).argmax(-1)[::2])
-
-
-@both
-@pytest.mark.parametrize("vocab", [1, pytest.param(129, marks=pytest.mark.soak), 1000])
+@pytest.mark.parametrize(
+    "vocab", [*(pytest.param(size, marks=pytest.mark.soak) for size in (1, 129)), 1000]
+)
 def test_greedy_rows_take_the_first_of_the_largest(vocab):
     rng = np.random.default_rng(vocab)
     logits = rng.integers(-3, 3, (64, vocab)).astype(np.float32)  # ties, within blocks and across
@@ -267,36 +196,3 @@ def test_a_token_has_one_logprob(vocab):
     np.testing.assert_allclose(out.extras.chosen, chosen, atol=2e-5)
     is_plain = np.isin(rows.temperature, [0.0, 1.0])
     np.testing.assert_array_equal(out.scaled_logprob[is_plain], out.logprob[is_plain])
-
-
-@pytest.mark.parametrize("backend", ["native"], indirect=True)
-@pytest.mark.parametrize(
-    ("vocab", "counts"),
-    [
-        (5000, (1, 33)),
-        *(
-            pytest.param(vocab, (1, 2, 3, 5, 8, 17, 33), marks=pytest.mark.soak)
-            for vocab in (7, 130, 5000)
-        ),
-    ],
-)
-def test_a_row_has_the_same_bits_in_any_batch(vocab, counts, backend):
-    """Tests the JIT-compiled kernels, with filters of every kind beside each other."""
-    assert backend == "native"
-    rng = np.random.default_rng(vocab)
-    logits = rng.normal(0, 2, (64, vocab)).astype(np.float32)
-    rows = batch(
-        64,
-        vocab,
-        temperature=rng.choice([0.0, 0.7, 1.0], 64),
-        top_k=rng.choice([min(5, vocab), min(200, vocab), vocab], 64),
-        top_p=rng.choice([0.3, 0.9999, 1.0], 64),
-        min_p=rng.choice([0.0, 0.05], 64),
-    )
-    together = jax.jit(sample)(logits, rows, jnp.int32(3))
-    for count in counts:
-        some = rng.permutation(64)[:count]
-        part = jax.tree.map(lambda field, some=some: field[some], rows)
-        alone = jax.jit(sample)(logits[some], part, jnp.int32(3))
-        for one, all_ in zip(alone[:4], together[:4], strict=True):
-            np.testing.assert_array_equal(one, np.asarray(all_)[some])

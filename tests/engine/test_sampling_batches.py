@@ -11,8 +11,7 @@ import pytest
 from sgljax_engine import CompileForbiddenError, Engine, SamplingParams
 from tests.compilation import recorded_programs
 from tests.engine.models import TINY, random_prompts, spread_weights, with_eos
-from tests.engine.sampling_reference import adjust, distribution, forward, log_softmax
-from tests.geometry import CHUNKED, RETRACTING, SMALL, WIDE
+from tests.geometry import CHUNKED, SMALL, WIDE
 
 EOS = 17
 MODEL = with_eos(TINY, EOS)
@@ -81,7 +80,7 @@ class TestCompany:
         [
             {},
             pytest.param(WIDE, marks=pytest.mark.soak),
-            pytest.param({**CHUNKED, "disable_radix_cache": True}, marks=pytest.mark.slow),
+            pytest.param({**CHUNKED, "disable_radix_cache": True}, marks=pytest.mark.soak),
         ],
         ids=["small", "wide", "chunked"],
     )
@@ -98,15 +97,6 @@ class TestCompany:
             )
             assert_same(outs[:3:-1], alone)
 
-    @pytest.mark.slow
-    def test_penalties_and_draws_survive_retraction(self, alone):
-        with make_engine(**RETRACTING) as engine:
-            outs = engine.generate_requests(*seeded_requests())
-            state = engine.get_internal_state()
-        assert state.counters.num_retractions > 0
-        assert any(out.num_retractions and out.output_ids for out in outs)
-        assert_same(outs, alone)
-
     def test_the_settings_matter(self, alone):
         """Guards the tests above: without its options a request draws something else."""
         with make_engine() as engine:
@@ -120,83 +110,7 @@ class TestCompany:
         assert same == [False, True, False, False] * 3
 
 
-LARGE = dataclasses.replace(MODEL, vocab_size=600, context_length=512)
-
-
-@pytest.fixture(scope="module")
-def large():
-    with Engine(model_config=LARGE, weights=spread_weights(LARGE), **SMALL) as engine:
-        yield engine
-
-
-class TestWidths:
-    """Lists of 64, 256 and more entries; the engine moves a request from one to the next."""
-
-    @pytest.mark.soak
-    def test_more_distinct_tokens_than_a_list_holds(self, large):
-        """Penalties over the widths 64, 256 and 600, against a float64 model."""
-        params = SamplingParams(
-            temperature=1.0,
-            seed=1,
-            repetition_penalty=1.8,
-            presence_penalty=1.0,
-            frequency_penalty=0.5,
-            max_new_tokens=400,
-            ignore_eos=True,
-        )
-        prompts = [list(range(30)), list(range(590, 600))]
-        before = large.get_internal_state().num_compiles
-        outs = large.generate_requests(prompts, params)
-        assert large.get_internal_state().num_compiles - before >= 3 + 1
-        for prompt, out in zip(prompts, outs, strict=True):
-            assert len(set(out.output_ids)) > 256
-            logits = forward(spread_weights(LARGE), LARGE, prompt + out.output_ids[:-1])
-            logits = logits[len(prompt) - 1 :]
-            for step in range(0, 400, 19):
-                row = adjust(logits[step], params, prompt, out.output_ids[:step])
-                expected = log_softmax(row)[out.output_ids[step]]
-                assert out.processed_logprobs[step] == pytest.approx(expected, abs=2e-4)
-        alone = large.generate_requests(prompts[1:], params)[0]
-        assert alone.output_ids == outs[1].output_ids
-
-    @pytest.mark.slow
-    def test_long_bias_and_bad_lists(self, large):
-        """Raw log-probs of the whole vocabulary fix the logits up to a constant."""
-        bias = {token: 3.0 * np.sin(token) for token in range(0, 600, 2)}
-        params = SamplingParams(
-            temperature=0.8,
-            seed=2,
-            logit_bias=bias,
-            bad_token_ids=tuple(range(1, 300, 2)),
-            frequency_penalty=0.5,
-            max_new_tokens=20,
-            ignore_eos=True,
-        )
-        out = large.generate(
-            input_ids=[1, 2, 3],
-            sampling_params=params,
-            return_logprob=True,
-            token_ids_logprob=list(range(600)),
-        )
-        meta = out["meta_info"]
-        for step, token in enumerate(out["output_ids"]):
-            raw = np.array([entry[0] for entry in meta["output_token_ids_logprobs"][step]])
-            assert abs(np.exp(raw).sum() - 1) < 1e-4
-            probs = distribution(adjust(raw, params, [1, 2, 3], out["output_ids"][:step]), params)
-            got = meta["output_processed_logprobs"][step][0]
-            assert got == pytest.approx(np.log(probs[token]), abs=1e-4)
-
-
 class TestCompilation:
-    def test_warmup_may_be_extended(self):
-        with make_engine(forbid_compile=True) as engine:
-            engine.warmup()
-            assert engine.warmup(include_table=True) > 0
-            assert engine.generate(input_ids=[1], sampling_params=FULL)
-            assert engine.warmup(include_table=True) == 0
-            with pytest.raises(CompileForbiddenError, match="score"):
-                engine.score([[1, 2, 3]])
-
     def test_after_warmup_with_the_table_nothing_compiles(self):
         with make_engine(forbid_compile=True) as engine:
             # Prefill, copies, pages out and in, decode without a table and with one of 64 or 128.

@@ -91,7 +91,8 @@ def case_of(
 
 
 @pytest.mark.parametrize(
-    "vocabularies", [(64, 65), pytest.param((50_257,), marks=pytest.mark.soak)]
+    "vocabularies",
+    [(65,), *(pytest.param(each, marks=pytest.mark.soak) for each in ((64, 65), (50_257,)))],
 )
 def test_random_rows(backend, vocabularies):
     cases = random_cases(1, 160 * len(vocabularies), vocabularies)
@@ -107,7 +108,7 @@ def test_random_rows_of_all_vocabularies(backend):
 
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
-    [(1.3, 5, 1.0), (1.7, 20, 0.7), (0.55, 3, 1.0), (0.65, 7, 1.0), (0.6, 20, 0.95)],
+    [(1.3, 5, 1.0), (1.7, 20, 0.7), (0.55, 3, 1.0)],
 )
 def test_temperatures_of_which_the_reciprocal_rounds_otherwise(backend, temperature, top_k, top_p):
     rng = np.random.default_rng(3)
@@ -151,14 +152,14 @@ def test_forbidden_tokens_are_never_kept(backend):
     logits = np.full((2, VOCAB), -np.inf)
     logits[0, [7, 2999]], logits[1, 1234] = [0.0, -1.0], 0.0
     for top_k, top_p in ((50, 1.0), (500, 1.0), (3000, 0.999), (50, 0.999), (2999, 0.5)):
-        backend.check(case_of(logits, top_k=top_k, top_p=top_p, min_p=0.1))
+        backend.check_kept(case_of(logits, top_k=top_k, top_p=top_p, min_p=0.1))
 
 
 def test_settings_at_their_ends(backend):
     """Denormal and nearly whole probabilities, the least and the largest temperature."""
     logits = np.random.default_rng(6).normal(0, 3, (NUM_ROWS, VOCAB))
     for temperature in (1e-5, 0.01, 1.0, 100.0, 1e6):
-        for top_p in (1e-40, 1e-7, 1 - 1e-7, 1 - 1e-9):
+        for top_p in (1e-50, 1e-40, 1e-7, 1 - 1e-7, 1 - 1e-9):
             backend.check_kept(case_of(logits, temperature=temperature, top_p=top_p))
         for min_p in (1e-40, 1e-7, 1 - 1e-7, 1.0):
             backend.check_kept(case_of(logits, temperature=temperature, min_p=min_p))

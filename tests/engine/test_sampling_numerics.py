@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,16 +95,6 @@ OPTIONS = {
 
 
 class TestAdjustedLogits:
-    @pytest.mark.parametrize("name", OPTIONS)
-    def test_matches_float64(self, name):
-        params = SamplingParams(**OPTIONS[name])
-        logits = some_logits(4, VOCAB)
-        got = np.asarray(device_adjusted(logits, [request(params)] * 4)[0])
-        for row in range(4):
-            expected = adjust(logits[row], params, PROMPT, OUTPUT, STOP_IDS)
-            np.testing.assert_array_equal(np.isinf(got[row]), np.isinf(expected))
-            np.testing.assert_allclose(got[row], expected, rtol=1e-6, atol=1e-5)
-
     def test_rows_do_not_touch_one_another(self):
         """All options in one batch, padded with rows that have none."""
         params = [SamplingParams(**fields) for fields in OPTIONS.values()]
@@ -116,29 +107,6 @@ class TestAdjustedLogits:
             expected = adjust(logits[row], each.params, each.prompt_ids, each.output_ids, STOP_IDS)
             np.testing.assert_allclose(got[row], expected, rtol=1e-6, atol=1e-5)
         np.testing.assert_array_equal(got[len(rows) :], logits[len(rows) :])
-
-    def test_penalties_come_after_the_bias_and_the_order_matters(self):
-        """Repetition first, then frequency and presence, on the biased logit."""
-        params = SamplingParams(
-            logit_bias={9: 2.0},
-            repetition_penalty=2.0,
-            frequency_penalty=0.5,
-            presence_penalty=0.25,
-        )
-        logits = np.zeros((1, VOCAB), np.float32)
-        logits[0, 9] = -1.0
-        got = np.asarray(device_adjusted(logits, [request(params)])[0])
-        assert got[0, 9] == (-1.0 + 2.0) / 2.0 - 0.5 * 3 - 0.25
-
-    def test_repetition_counts_the_prompt_and_the_others_do_not(self):
-        logits = np.full((1, VOCAB), 4.0, np.float32)
-        for params, prompt_value, output_value in (
-            (SamplingParams(repetition_penalty=2.0), 2.0, 2.0),
-            (SamplingParams(presence_penalty=1.0), 4.0, 3.0),
-            (SamplingParams(frequency_penalty=1.0), 4.0, 1.0),
-        ):
-            got = np.asarray(device_adjusted(logits, [request(params)])[0])
-            assert (got[0, 5], got[0, 9]) == (prompt_value, output_value)
 
 
 class TestRecord:
@@ -170,7 +138,7 @@ class TestRecord:
         assert int(table.num_seen[0]) == len({*rows[0].prompt_ids, *rows[0].output_ids})
         np.testing.assert_array_equal(got[3], logits[3])
 
-    @pytest.mark.parametrize("num_distinct", [63, 64, 65, 255, 256, 300])
+    @pytest.mark.parametrize("num_distinct", [63, 64, 256])
     def test_list_width_grows_with_the_tokens(self, num_distinct):
         vocab = 1000
         assert table_buckets(vocab) == (64, 256, 1000)
@@ -206,24 +174,25 @@ class TestRecord:
 
 
 DRAWS = 40_000
-FREQUENCY_OPTIONS = {
-    "plain": {},
-    "temperature_0_7": {"temperature": 0.7},
-    "temperature_2": {"temperature": 2.0},
-    "top_k": {"top_k": 9},
-    "top_p": {"top_p": 0.7},
-    "min_p": {"min_p": 0.1},
-    "top_k_top_p": {"top_k": 12, "top_p": 0.8},
-    "top_k_top_p_min_p": {"temperature": 1.5, "top_k": 25, "top_p": 0.9, "min_p": 0.4},
-    "presence": {"presence_penalty": 1.5},
-    "frequency": {"frequency_penalty": 0.8},
-    "repetition": {"repetition_penalty": 1.8},
-    "logit_bias": {"logit_bias": {3: 2.0, 9: -2.0}},
-    "allowed": {"allowed_token_ids": (3, 9, 11, 20, 21)},
-    "bad": {"bad_token_ids": (3, 9, 20)},
-    "min_new_tokens": {"min_new_tokens": len(OUTPUT) + 1},
-    "all": dataclasses.asdict(ALL_OPTIONS),
-}
+FREQUENCY_OPTIONS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    ({}, {"temperature": 1.05}),
+    ({"temperature": 0.7}, {"temperature": 0.73}),
+    ({"temperature": 2.0}, {"temperature": 1.8}),
+    ({"top_k": 9}, {"top_k": 10}),
+    ({"top_p": 0.7}, {"top_p": 0.74}),
+    ({"min_p": 0.1}, {"min_p": 0.12}),
+    ({"top_k": 12, "top_p": 0.8}, {"top_p": 0.85}),
+    ({"temperature": 1.5, "top_k": 25, "top_p": 0.9, "min_p": 0.4}, {"min_p": 0.0}),
+    ({"presence_penalty": 1.5}, {"presence_penalty": 1.2}),
+    ({"frequency_penalty": 0.8}, {"frequency_penalty": 0.6}),
+    ({"repetition_penalty": 1.8}, {"repetition_penalty": 1.6}),
+    ({"logit_bias": {3: 2.0, 9: -2.0}}, {"logit_bias": {3: 1.8, 9: -2.0}}),
+    ({"allowed_token_ids": (3, 9, 11, 20, 21)}, {"allowed_token_ids": (3, 9, 11, 20)}),
+    ({"bad_token_ids": (3, 9, 20)}, {"bad_token_ids": (3, 9)}),
+    ({"min_new_tokens": len(OUTPUT) + 1}, {"min_new_tokens": 0}),
+    (dataclasses.asdict(ALL_OPTIONS), {"repetition_penalty": 1.2}),
+)
+"""Options, and a change of them that the frequencies must show."""
 
 
 def small_logits():
@@ -284,15 +253,16 @@ def p_value(tokens, probs):
 
 
 class TestFrequencies:
-    @pytest.mark.parametrize("name", FREQUENCY_OPTIONS)
-    def test_match_the_distribution(self, draw, name):
-        """40,000 draws against float64. A wrong option's distribution has p < 1e-9, see below."""
-        params = SamplingParams(**FREQUENCY_OPTIONS[name])
+    @pytest.mark.parametrize(("options", "wrong"), FREQUENCY_OPTIONS)
+    def test_match_the_distribution(self, draw, options, wrong):
+        """40,000 draws against float64; a wrong option's distribution has p < 1e-9."""
+        params = SamplingParams(**options)
         logits = small_logits()
         out = draw_tokens(draw, logits, params)
         tokens = np.asarray(out.token)
         probs = self.expected(params)
         assert p_value(tokens, probs) > 1e-3
+        assert p_value(tokens, self.expected(dataclasses.replace(params, **wrong))) < 1e-9
         np.testing.assert_allclose(
             out.processed_logprob, np.log(probs[tokens]), rtol=1e-5, atol=2e-5
         )
@@ -301,37 +271,6 @@ class TestFrequencies:
     def expected(params):
         adjusted = adjust(small_logits(), without_63(params), PROMPT, OUTPUT, STOP_IDS)
         return distribution(adjusted, params)
-
-    WRONG = (
-        ("plain", {"temperature": 1.05}),
-        ("temperature_0_7", {"temperature": 0.73}),
-        ("temperature_2", {"temperature": 1.8}),
-        ("top_k", {"top_k": 8}),
-        ("top_k", {"top_k": 10}),
-        ("top_p", {"top_p": 0.74}),
-        ("min_p", {"min_p": 0.12}),
-        ("top_k_top_p", {"top_p": 0.85}),
-        ("top_k_top_p_min_p", {"min_p": 0.0}),
-        ("presence", {"presence_penalty": 1.2}),
-        ("frequency", {"frequency_penalty": 0.6}),
-        ("repetition", {"repetition_penalty": 1.6}),
-        ("logit_bias", {"logit_bias": {3: 1.8, 9: -2.0}}),
-        ("allowed", {"allowed_token_ids": (3, 9, 11, 20)}),
-        ("bad", {"bad_token_ids": (3, 9)}),
-        ("min_new_tokens", {"min_new_tokens": 0}),
-        ("all", {"repetition_penalty": 1.2}),
-        ("all", {"frequency_penalty": 0.2}),
-        ("all", {"presence_penalty": 0.2}),
-        ("all", {"min_new_tokens": 0}),
-        ("all", {"temperature": 0.75}),
-    )
-
-    @pytest.mark.parametrize(("name", "change"), WRONG)
-    def test_would_notice_a_wrong_option(self, draw, name, change):
-        params = SamplingParams(**FREQUENCY_OPTIONS[name])
-        tokens = np.asarray(draw_tokens(draw, small_logits(), params).token)
-        wrong = self.expected(dataclasses.replace(params, **change))
-        assert p_value(tokens, wrong) < 1e-9
 
 
 @pytest.mark.usefixtures("backend")
@@ -364,7 +303,7 @@ class TestLogprobs:
         logits = np.full((1, 300), -60.0, np.float32)
         logits[0, 200] = 0.0
         rows = build_sampling_batch([request(SamplingParams())], 1)
-        assert int(sample(jnp.asarray(logits), rows, jnp.int32(0)).token[0]) == 200
+        assert int(jax.jit(sample)(jnp.asarray(logits), rows, jnp.int32(0)).token[0]) == 200
 
 
 def test_random_numbers_are_those_of_jax():

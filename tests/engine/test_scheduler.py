@@ -335,46 +335,6 @@ def test_a_tail_without_its_window_page_is_no_prefix():
     machine.teardown()
 
 
-def test_long_prompt_goes_in_chunks_of_the_budget():
-    scheduler, _ = make_scheduler(num_pages=64, budget=16)
-    request = make_request(0, num_prompt=50, max_new=1)
-    scheduler.add(request)
-    sizes = []
-    while scheduler.has_work:
-        output = scheduler.schedule()
-        sizes.append([chunk.num_tokens for chunk in output.prefill])
-        assert bool(output.decode) == (sizes[-1] == [1] or not sizes[-1])
-        scheduler.update(output, run_device(output))
-        scheduler.check_integrity()
-    assert sizes == [[16], [16], [16], [1]]
-
-
-def test_retracts_the_youngest_first_and_readmits_in_order():
-    scheduler, pool = make_scheduler(
-        num_pages=6,
-        steps=4,
-        is_sharing=False,
-        init_new_token_ratio=0.0,
-        min_new_token_ratio=0.0,
-    )
-    requests = [make_request(i, num_prompt=4, max_new=12) for i in range(3)]
-    for request in requests:
-        scheduler.add(request)
-    retracted = []
-    for _ in range(100):
-        if not scheduler.has_work:
-            break
-        output = scheduler.schedule()
-        retracted.extend(r.rid for r in output.retracted)
-        scheduler.update(output, run_device(output))
-        scheduler.check_integrity()
-    assert retracted
-    assert retracted[0] == "2"
-    assert requests[0].num_retractions == 0
-    assert all(len(r.output_ids) == 12 for r in requests)
-    assert pool.num_available == 6
-
-
 def test_admission_keeps_room_for_running_requests():
     scheduler, _ = make_scheduler(num_pages=8, init_new_token_ratio=1.0, min_new_token_ratio=1.0)
     for i in range(3):
@@ -499,18 +459,6 @@ class TestDecodeSteps:
         expected = [4, 4, 4, 64] if "stop" in watched else [1, 4, 4, 4, 64]
         assert [self.run(scheduler) for _ in expected] == expected
 
-    def test_one_for_the_first_token_of_a_stream(self):
-        scheduler = self.started(steps=64, stream_interval=4)
-        scheduler.requests()[0].is_streaming = True
-        assert [self.run(scheduler) for _ in range(3)] == [1, 4, 4]
-
-    def test_what_few_rows_took_says_nothing_of_many(self):
-        scheduler = self.started(steps=64, max_dispatch_s=1.0)
-        assert [self.run(scheduler) for _ in range(3)] == [FIRST_STEPS, 64, 64]
-        for i in range(1, 8):
-            scheduler.add(make_request(i, max_new=100))
-        assert self.run(scheduler, step_s=0.1) == FIRST_STEPS
-
     def test_dispatches_that_compiled_do_not_count(self):
         scheduler = self.started(steps=64, max_dispatch_s=1.0)
         for _ in range(3):
@@ -518,11 +466,6 @@ class TestDecodeSteps:
             assert output.num_steps == FIRST_STEPS
             step = run_device(output)
             scheduler.update(output, StepOutput(step.rows, num_cache_misses=1))
-
-    def test_one_step_while_prompts_wait_for_the_token_budget(self):
-        """Four prompts of a block each, two a dispatch; then all decode together."""
-        scheduler = self.started(4, steps=8, budget=2 * BLOCK, is_sharing=False)
-        assert [self.run(scheduler) for _ in range(3)] == [1, 8, 8]
 
     def test_one_step_while_a_long_prompt_is_prefilled(self):
         scheduler = self.started(1, steps=8, budget=BLOCK)
@@ -619,20 +562,6 @@ class TestPrefillTime:
         assert [self.run(scheduler)[0] for _ in range(4)] == [6 * BLOCK, 6 * BLOCK, BLOCK, 0]
         assert [sample.num_cached > 0 for sample in samples] == [False, True, True, True]
 
-    def test_all_requests_prefilled_again_keep_to_the_time(self):
-        """As after a pause that retracts: 4 rows of up to 2000 tokens."""
-        scheduler = self.knowing(num_rows=4, step_s=0.02)
-        for request in list(scheduler.running):
-            scheduler.retract(request)
-        took_s = []
-        num_steps = 0
-        while num_steps <= 1:
-            prefilled, num_steps = self.run(scheduler, step_s=0.02)
-            took_s.append(0.01 * prefilled + 0.02 * num_steps)
-        assert len(took_s) > 10
-        assert min(took_s[:-1]) >= 0.4
-        assert max(took_s) <= 0.5 + 0.02
-
     def test_at_least_the_smallest_size(self):
         scheduler = self.knowing(token_s=10.0)
         self.add(scheduler, "new", 3)
@@ -642,17 +571,6 @@ class TestPrefillTime:
         scheduler = self.knowing(max_dispatch_s=math.inf, token_s=10.0)
         self.add(scheduler, "new", 7)
         assert self.run(scheduler, token_s=10.0) == (7 * BLOCK, 100)
-
-    def test_a_small_prefill_beside_many_steps_hardly_counts(self):
-        """Here the dispatch takes half as long again, for another reason."""
-        scheduler = self.knowing()
-        before = scheduler.pacer._token_s
-        self.add(scheduler, "new", 1)
-        output = scheduler.schedule()
-        assert output.num_steps > 40
-        step = run_device(output, step_s=0.015, token_s=0.015)
-        scheduler.update(output, step)
-        assert scheduler.pacer._token_s == pytest.approx(before, rel=0.05)
 
     def test_a_dispatch_that_only_decodes_replaces_what_a_prefill_beside_it_blurred(self):
         pacer = DispatchPacer(SchedulerConfig(max_dispatch_s=1.0, decode_steps=100), (BLOCK,))
@@ -680,24 +598,3 @@ class TestPrefillTime:
         pacer.on_dispatch(output, StepOutput([], times=times_of(0.256)))
         assert pacer.num_prefill_tokens(1) == 512
         assert [pacer.num_steps(1, tokens) for tokens in (0, 16, 80, 256, 272)] == [10, 9, 7, 7, 4]
-
-
-class TestAllocator:
-    def test_allocates_free_pages_once(self):
-        allocator = PageAllocator(8)
-        a, b = allocator.allocate(3), allocator.allocate(5)
-        assert sorted(a + b) == list(range(8))
-        assert allocator.num_free == 0
-        assert allocator.num_used == 8
-        with pytest.raises(EngineError, match="cannot allocate 1 KV pages, 0 are free"):
-            allocator.allocate(1)
-        allocator.free(a)
-        assert allocator.num_free == 3
-        assert allocator.allocate(0) == []
-        allocator.check_integrity()
-
-    @pytest.mark.parametrize("page", [-1, 0, 8])
-    def test_freeing_what_is_not_in_use_is_an_error(self, page):
-        allocator = PageAllocator(8)
-        with pytest.raises(EngineError, match=f"page {page}"):
-            allocator.free([page])

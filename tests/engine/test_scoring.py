@@ -42,7 +42,7 @@ def context_of(batch, token):
 
 
 class TestPacking:
-    @pytest.mark.parametrize("seed", range(5))
+    @pytest.mark.parametrize("seed", range(2))
     def test_each_scored_token_sees_what_comes_before_it(self, seed):
         rng = np.random.default_rng(seed)
         # Few different tokens, so that beginnings are shared in every way.
@@ -77,21 +77,6 @@ class TestPacking:
         assert [len(each.slots) for each in packed] == [2, 2, 1]
         assert [len(each.batch.input_ids) for each in packed] == [32, 32, 32]
 
-    def test_a_longer_sequence_than_a_batch_has_one_of_its_own(self):
-        packed = pack([[1] * 4, [2] * 50, [3] * 4])
-        assert [len(each.batch.input_ids) for each in packed] == [8, 64, 8]
-
-    def test_the_smallest_bucket_is_used(self):
-        assert [len(each.batch.input_ids) for each in pack([[1] * 5])] == [8]
-
-    def test_nothing_to_score(self):
-        (packed,) = pack([[1], [1, 2]], [1, 2])
-        assert packed.batch.num_scored == 0
-        assert [len(slots) for slots in packed.slots] == [0, 0]
-
-    def test_no_sequences(self):
-        assert pack([]) == []
-
 
 @pytest.fixture(scope="module")
 def engine():
@@ -119,12 +104,6 @@ class TestScore:
             engine.score(ids for ids in sequences), engine.score(sequences), strict=True
         ):
             np.testing.assert_array_equal(got, want)
-
-    def test_alone_or_among_others(self, engine):
-        sequences = random_prompts(10, 2, 60)
-        together = engine.score(sequences)
-        for ids, logprobs in zip(sequences, together, strict=True):
-            np.testing.assert_allclose(engine.score([ids])[0], logprobs, atol=5e-5)
 
     def test_the_longest_sequence(self, engine):
         ids = random_prompts(1, TINY.context_length, TINY.context_length)[0][:256]
@@ -154,8 +133,8 @@ class TestSameBits:
         [
             (TINY, "float32"),
             pytest.param(TINY, "bfloat16", marks=pytest.mark.slow),
-            pytest.param(MIXED_HEADS, "bfloat16", marks=pytest.mark.slow),
-            pytest.param(SHARED_KEYS, "bfloat16", marks=pytest.mark.slow),
+            pytest.param(MIXED_HEADS, "bfloat16", marks=pytest.mark.soak),
+            pytest.param(SHARED_KEYS, "bfloat16", marks=pytest.mark.soak),
         ],
         ids=["float32", "bfloat16", "mixed heads", "shared keys"],
     )

@@ -10,11 +10,9 @@ from sgljax_engine import (
     WeightsLostError,
     WeightSyncError,
 )
-from sgljax_engine.weights import apply
 from tests.engine.interrupts import (
     LONG,
     NUM_TOKENS,
-    assert_idle,
     assert_stands_still,
     device_bytes,
     make_engine,
@@ -31,7 +29,6 @@ OLD, NEW = spread_weights(), spread_weights(seed=1)
 PROMPTS = random_prompts(4, 5, 30, seed=2)
 SHORT = SamplingParams(temperature=0, max_new_tokens=6)
 BOTH = ("weights", "kv_cache")
-DEPTHS = [(1, False), (2, False), (1, True), (2, True)]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +74,7 @@ def assert_continued(reference, outputs, version):
 
 
 class TestLevel2:
-    @pytest.mark.parametrize("order", [None, BOTH, BOTH[::-1]])
+    @pytest.mark.parametrize("order", [None, BOTH[::-1]])
     def test_nothing_is_generated_without_weights(self, engine, reference, order):
         calls = start_all(engine, PROMPTS)
         engine.sleep(level=2)
@@ -132,11 +129,9 @@ class TestUpdateAsleep:
     @pytest.mark.parametrize(
         ("level", "preserve_state", "donate", "mode"),
         [
-            (1, False, False, "in_place"),
             (1, True, True, "in_place"),
             (2, False, True, "retract"),
             (2, True, False, "in_place"),
-            (2, True, True, "retract"),
         ],
     )
     def test_brings_the_weights_back(
@@ -172,12 +167,9 @@ class TestUpdateAsleep:
         assert late.num_cached_tokens == 0
         assert late.output_ids == reference.generate_requests([PROMPTS[0]], SHORT)[0].output_ids
 
-    @pytest.mark.parametrize("level", [1, 2])
-    def test_new_weights_go_to_sleep_beside_a_kv_cache_that_sleeps(
-        self, engine, reference, level, caplog
-    ):
+    def test_new_weights_go_to_sleep_beside_a_kv_cache_that_sleeps(self, engine, reference, caplog):
         """As a trainer does that updates an engine while it needs the device itself."""
-        freed, memory = engine.sleep(level), device_bytes()
+        freed, memory = engine.sleep(2), device_bytes()
         engine.update_weights(NEW)
         assert engine.get_internal_state().asleep == ("kv_cache",)
         assert engine.sleep() == engine.get_internal_state().memory.weights_bytes
@@ -188,83 +180,14 @@ class TestUpdateAsleep:
         found = tokens_of(engine.generate_requests(PROMPTS, LONG))
         assert found == tokens_of(reference.generate_requests(PROMPTS, LONG))
 
-    def test_with_the_same_weights_in_place_changes_nothing(self, engine, expected):
+    def test_wait_is_refused_when_requests_have_started(self, engine, expected):
         calls = start_all(engine, PROMPTS)
         engine.sleep(2, preserve_state=True)
-        engine.wake_up(["kv_cache"])
-        engine.update_weights(OLD, mode="in_place")
-        assert not engine.is_sleeping()
-        outputs = results(calls)
-        assert tokens_of(outputs) == expected
-        assert [out.num_retractions for out in outputs] == [0] * 4
-
-    @pytest.mark.parametrize(("level", "preserve_state"), DEPTHS)
-    def test_abort_answers_at_once(self, engine, expected, level, preserve_state):
-        calls = start_all(engine, PROMPTS)
-        engine.sleep(level, preserve_state)
-        engine.update_weights(NEW, mode="abort")
-        for old, out in zip(expected, results(calls), strict=True):
-            assert out.finish is not None
-            assert out.finish.type == "abort"
-            assert out.output_ids == old[: len(out.output_ids)]
-        assert engine.get_internal_state().asleep == ("kv_cache",)
-        engine.wake_up()
-        assert_idle(engine)
-
-    def test_wait_without_weights_keeps_no_old_pages(self, engine, reference):
-        """Requests run over pages that sleep; the weights were given up after those."""
-        calls = start_all(engine, PROMPTS)
-        engine.sleep(preserve_state=True)
-        engine.wake_up(["weights"])
-        engine.sleep(level=2)
-        assert engine.get_internal_state().running_batch_size == 4
-        version = engine.update_weights(NEW, mode="wait")
-        engine.wake_up()
-        assert_continued(reference, results(calls), version)
-
-    @pytest.mark.parametrize("is_awake", [False, True])
-    def test_wait_waits_for_nothing_without_weights(self, engine, reference, is_awake):
-        calls = start_all(engine, PROMPTS)
-        engine.sleep(level=2)
-        if is_awake:
-            engine.wake_up()
-        version = engine.update_weights(NEW, mode="wait")
-        if not is_awake:
-            engine.wake_up()
-        assert_continued(reference, results(calls), version)
-
-    @pytest.mark.parametrize(
-        ("level", "preserve_state"), [depth for depth in DEPTHS if depth != (2, False)]
-    )
-    def test_wait_is_refused_when_requests_have_started(
-        self, engine, expected, level, preserve_state
-    ):
-        calls = start_all(engine, PROMPTS)
-        engine.sleep(level, preserve_state)
         before = engine.get_internal_state()
         with pytest.raises(EngineStateError, match=r"waited for 4 .* sleep keeps them from fin"):
             engine.update_weights(NEW, mode="wait")
         after = engine.get_internal_state()
         assert (after.asleep, after.host_bytes) == (before.asleep, before.host_bytes)
-        engine.wake_up()
-        assert tokens_of(results(calls)) == expected
-
-    def test_wait_is_done_at_once_when_none_has(self, engine, reference):
-        engine.sleep()
-        late = start(lambda: engine.generate_requests([[7, 8]], SHORT)[0])
-        wait_until(engine, lambda s: s.waiting_queue_size == 1)
-        version = engine.update_weights(NEW, mode="wait")
-        engine.wake_up()
-        out = late.result(LIMIT_S)
-        assert set(out.token_weight_versions) == {version}
-        assert out.output_ids == reference.generate_requests([[7, 8]], SHORT)[0].output_ids
-
-    def test_in_place_and_flush_is_refused_while_requests_hold_pages(self, engine, expected):
-        calls = start_all(engine, PROMPTS)
-        engine.sleep(preserve_state=True)
-        with pytest.raises(EngineStateError, match=r"4 running request\(s\) would go on"):
-            engine.update_weights(NEW, mode="in_place", flush_cache=True)
-        assert engine.get_internal_state().asleep == BOTH
         engine.wake_up()
         assert tokens_of(results(calls)) == expected
 
@@ -277,12 +200,9 @@ class TestUpdateAsleep:
             ("weights.apply._store_one", {"donate": True}),
         ],
     )
-    @pytest.mark.parametrize(("level", "preserve_state"), [(1, False), (2, True)])
-    def test_what_fails_keeps_what_is_kept(
-        self, engine, expected, monkeypatch, level, preserve_state, stage, options
-    ):
+    def test_what_fails_keeps_what_is_kept(self, engine, expected, monkeypatch, stage, options):
         calls = start_all(engine, PROMPTS)
-        engine.sleep(level, preserve_state)
+        engine.sleep(2, preserve_state=True)
         before, memory = engine.get_internal_state(), device_bytes()
 
         def fail(*_):
@@ -301,39 +221,3 @@ class TestUpdateAsleep:
         wait_until(engine, lambda _: device_bytes() == memory)
         engine.wake_up()
         assert tokens_of(results(calls)) == expected
-
-    @pytest.mark.parametrize("wakes_before", [False, True])
-    def test_donation_that_fails_at_level_2_says_so(
-        self, engine, reference, monkeypatch, wakes_before
-    ):
-        calls = start_all(engine, PROMPTS)
-        engine.sleep(level=2)
-        real, count = apply._store_one, []
-
-        def fail_third(*args):
-            count.append(args)
-            if len(count) == 3:
-                raise RuntimeError("planted fault")
-            return real(*args)
-
-        memory = device_bytes()
-        with monkeypatch.context() as patch:
-            patch.setattr(apply, "_store_one", fail_third)
-            with pytest.raises(WeightsLostError, match="failed half-way: planted fault"):
-                engine.update_weights(NEW, donate=True)
-        for call in calls:
-            with pytest.raises(EngineStateError, match="planted fault"):
-                call.result(LIMIT_S)
-        wait_until(engine, lambda _: device_bytes() == memory)
-        late = start(lambda: engine.generate_requests([[7, 8]], SHORT)[0])
-        wait_until(engine, lambda s: s.waiting_queue_size == 1)
-        if wakes_before:
-            engine.wake_up()
-            assert not engine.get_internal_state().has_weights
-            with pytest.raises(EngineStateError, match=r"until update_weights .* planted fault"):
-                engine.generate_requests([[1, 2]], SHORT)
-        engine.update_weights(NEW, donate=True)
-        if not wakes_before:
-            engine.wake_up()
-        out = late.result(LIMIT_S)
-        assert out.output_ids == reference.generate_requests([[7, 8]], SHORT)[0].output_ids

@@ -13,7 +13,6 @@ from scipy import stats
 
 import sgljax_cpu
 from sgljax_engine import (
-    CompileForbiddenError,
     Engine,
     EngineConfig,
     InvalidConfigError,
@@ -27,7 +26,6 @@ from tests import inside
 from tests.devices import run_python
 from tests.engine import test_adapters, test_window_pages
 from tests.engine.determinism_cases import using
-from tests.engine.interrupts import wait_until
 from tests.engine.models import (
     SHARED_KEYS,
     TINY,
@@ -38,7 +36,7 @@ from tests.engine.models import (
 )
 from tests.engine.stepping import SteppedEngine
 from tests.geometry import SMALL, WIDE
-from tests.threads import LIMIT_S, gate_steps, start
+from tests.threads import LIMIT_S
 
 OPTIONS: dict[str, Any] = {
     **SMALL,
@@ -150,31 +148,6 @@ def test_a_group_of_engines():
     run_python("-W", "ignore", "-m", "tests.engine.speculation_group", num_devices=4)
 
 
-@pytest.mark.soak
-@native
-def test_a_checkpoint(tmp_path):
-    """Restored requests go on with the same tokens; their drafts are found anew."""
-    with make(speculation="off") as engine:
-        expected = {o.rid: o.output_ids for o in engine.generate_requests(PROMPTS, PARAMS)}
-    with gate_steps(make()) as saving:
-        call = start(lambda: saving.generate_requests(PROMPTS, PARAMS))
-        wait_until(saving, lambda state: state.counters.num_output_tokens >= 10)
-        saving.pause_generation("in_place")
-        saving.save_checkpoint(tmp_path)
-        saving.continue_generation()
-        finished = call.result(LIMIT_S)
-    with make() as engine:
-        futures = engine.restore_checkpoint(tmp_path)
-        restored = {rid: future.result(LIMIT_S) for rid, future in futures.items()}
-        assert counters_of(engine).num_draft_tokens > 0
-    assert len(restored) >= 2
-    by_id = {o.rid: o.output_ids for o in finished}
-    assert sorted(by_id.values()) == sorted(expected.values())
-    for rid, output in restored.items():
-        assert output.output_ids == by_id[rid]
-        assert len(output.draft_sources) == len(output.output_ids)
-
-
 # ---------------------------------------------------------------------- wrong drafts
 
 
@@ -256,24 +229,6 @@ def test_frequencies():
 
 
 # ---------------------------------------------------------------------- the policy
-
-
-@pytest.mark.soak
-@native
-def test_nothing_is_compiled_after_warm_up():
-    with make(speculation="auto", forbid_compile=True) as engine:
-        assert engine.warmup(include_table=True) > 0
-        num_compiles = engine.get_internal_state().num_compiles
-        for _ in range(2):
-            engine.generate_requests(PROMPTS, PARAMS)
-            penalties = dataclasses.replace(PARAMS[1], repetition_penalty=1.2)
-            engine.generate_requests(PROMPTS, penalties)
-        assert engine.get_internal_state().num_compiles == num_compiles
-        with pytest.raises(CompileForbiddenError):
-            engine.generate(
-                input_ids=PROMPTS[0], sampling_params=PARAMS[0], top_logprobs_num=3,
-                return_logprob=True,
-            )  # fmt: skip
 
 
 class TestPolicy:

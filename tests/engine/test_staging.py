@@ -19,7 +19,6 @@ from sgljax_engine import (
 )
 from tests import inside
 from tests.engine.interrupts import (
-    NUM_TOKENS,
     device_bytes,
     make_engine,
     results,
@@ -28,7 +27,7 @@ from tests.engine.interrupts import (
     wait_until,
 )
 from tests.engine.models import random_prompts, spread_weights
-from tests.threads import LIMIT_S, held, running, start, wait_for
+from tests.threads import LIMIT_S, held, running
 
 OLD, NEW, THIRD = (spread_weights(seed=seed) for seed in range(3))
 PROMPTS = random_prompts(3, 5, 30, seed=2)
@@ -117,30 +116,6 @@ def test_the_last_published_weights_serve_whenever_they_were_staged(engine, expe
     assert tokens_of(engine) == expected[1]
 
 
-@pytest.mark.parametrize("mode", ["retract", "in_place", "wait", "abort"])
-def test_requests_in_flight_are_treated_as_the_mode_says(engine, mode):
-    staged = engine.stage_weights(NEW)
-    calls = start_all(engine, PROMPTS)
-    with held(engine):
-        publication = start(lambda: engine.publish_weights(staged, mode=mode))
-        wait_for_command(engine)
-    version = publication.result(LIMIT_S)
-    for out in results(calls):
-        versions = set(out.token_weight_versions)
-        assert versions <= {version - 1, version}
-        assert version - 1 in versions
-        assert out.finish is not None
-        assert out.finish.type == ("abort" if mode == "abort" else "length")
-        assert (version in versions) == (mode in ("retract", "in_place"))
-        assert (len(out.output_ids) == NUM_TOKENS) == (mode != "abort")
-
-
-def wait_for_command(engine):
-    """Until something is queued for an engine that is held."""
-    wait_for(lambda: not inside.tasks(engine).empty() or inside.loop(engine)._is_closed)
-    assert not inside.loop(engine)._is_closed
-
-
 def test_what_publishing_refuses_stays_staged(engine, expected):
     staged = engine.stage_weights(NEW)
     calls = start_all(engine, PROMPTS)
@@ -200,18 +175,6 @@ def test_a_failure_leaves_nothing_staged(engine, expected, tmp_path):
     with pytest.raises(WeightLoadError):
         engine.stage_weights(tmp_path)
     assert device_bytes() == before
-    assert tokens_of(engine) == expected[0]
-
-
-def test_weights_that_are_not_finite_are_not_staged(engine, expected):
-    before = device_bytes()
-    broken = {name: weight.copy() for name, weight in NEW.items()}
-    name = next(name for name in broken if "norm" in name)
-    broken[name][1] = np.nan
-    with pytest.raises(WeightSyncError, match=f"1 of .* hold NaN or infinity.*{name}"):
-        engine.stage_weights(broken)
-    assert device_bytes() == before
-    assert engine.discard_weights(engine.stage_weights(broken, check_finite=False))
     assert tokens_of(engine) == expected[0]
 
 
@@ -278,18 +241,6 @@ def test_weights_are_staged_and_discarded_while_the_engine_sleeps(engine, expect
     assert engine.discard_weights(staged)
     engine.wake_up()
     assert tokens_of(engine) == expected[0]
-
-
-def test_a_pause_goes_on(engine, expected):
-    calls = start_all(engine, PROMPTS)
-    engine.pause_generation("retract")
-    staged = engine.stage_weights(NEW)
-    version = engine.publish_weights(staged)
-    assert engine.get_internal_state().is_paused
-    engine.continue_generation()
-    for out in results(calls):
-        assert set(out.token_weight_versions) == {version - 1, version}
-    assert tokens_of(engine) == expected[1]
 
 
 # ------------------------------------------------------------------ asyncio

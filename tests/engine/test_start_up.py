@@ -75,11 +75,6 @@ class TestWarmup:
             assert engine.warmup() > 1
             assert engine.generate(None, {"max_new_tokens": 3}, [1])["output_ids"]
 
-    def test_a_second_one_compiles_nothing(self):
-        with make_engine() as engine:
-            assert engine.warmup() > 1
-            assert engine.warmup() == 0
-
 
 class TestSeveralEngines:
     """Programs belong to the process: an engine made anew finds those of its predecessor."""

@@ -13,25 +13,21 @@ from collections import defaultdict
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from sgljax_engine import (
     Engine,
     EngineError,
     EngineShutdownError,
-    EngineStepError,
     InvalidRequestError,
-    WeightSyncError,
 )
 from tests import inside
-from tests.engine.interrupts import update_in_flight, wait_until
+from tests.engine.interrupts import wait_until
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.small_tokenizers import GOLDEN, CharTokenizer
 from tests.geometry import SMALL
 from tests.threads import (
     LIMIT_S,
-    first_piece,
     gate_steps,
     held,
     running,
@@ -187,16 +183,10 @@ def assert_streams_the_same(engine, **arguments):
 
 
 class TestPieces:
-    CASES = (
-        {"temperature": 0},
-        {"temperature": 0.9, "seed": 5, "top_k": 20, "n": 2, "repetition_penalty": 1.2},
-        {"temperature": 1.0, "seed": 6, "detokenize": False},
-    )
-
-    @pytest.mark.parametrize("params", CASES)
+    @pytest.mark.parametrize("params", [{"n": 2}, {"detokenize": False}])
     def test_add_up(self, engine, params):
         prompts = random_prompts(3, 2, 20, seed=1)
-        params = GREEDY | params
+        params = GREEDY | {"temperature": 1.0, "seed": 5} | params
         wholes, pieces = assert_streams_the_same(
             engine, input_ids=prompts, sampling_params=params, return_logprob=True
         )
@@ -206,19 +196,6 @@ class TestPieces:
         assert len(pieces) >= 4 * len(wholes)
         first = {piece["index"] for piece in pieces[: len(wholes)]}
         assert first == set(range(len(wholes))), "outputs are streamed side by side"
-
-    def test_with_all_logprobs(self, engine):
-        wholes, _ = assert_streams_the_same(
-            engine,
-            input_ids=random_prompts(2, 5, 9, seed=2),
-            sampling_params=GREEDY | {"temperature": 1.0, "seed": 1, "n": 2, "max_new_tokens": 20},
-            return_logprob=True,
-            logprob_start_len=1,
-            top_logprobs_num=2,
-            token_ids_logprob=[5, 6],
-        )
-        names = set(wholes[0]["meta_info"])
-        assert {"output_top_logprobs", "input_token_ids_logprobs"} <= names
 
     @pytest.mark.parametrize(
         ("name", "expected"), [("one_step", [1] * 50), ("many_steps", [1, *[4] * 12, 1])]
@@ -230,24 +207,6 @@ class TestPieces:
         pieces = list(engine.generate(None, GREEDY, PROMPT, stream=True))
         assert [len(piece["output_ids"]) for piece in pieces] == expected
 
-    def test_come_before_the_next_dispatch(self, one_step):
-        """The first piece is there while the engine cannot have gone on."""
-        with held(one_step):
-            stream = one_step.generate(None, GREEDY, PROMPT, stream=True)
-            waiting = start(lambda: next(stream))
-            time.sleep(0.05)
-            assert not waiting.done()
-        assert waiting.result(LIMIT_S)["meta_info"]["completion_tokens"] == 1
-        assert len(list(stream)) == 49
-
-    def test_of_each_prompts_own_params(self, engine):
-        params = [GREEDY | {"max_new_tokens": count} for count in (1, 40, 7)]
-        wholes, pieces = assert_streams_the_same(
-            engine, input_ids=random_prompts(3, 2, 9), sampling_params=params
-        )
-        assert [len(w["output_ids"]) for w in wholes] == [1, 40, 7]
-        assert pieces[-1]["index"] == 1
-
     def test_of_no_prompts(self, engine):
         assert list(engine.generate([], GREEDY, stream=True)) == []
 
@@ -256,17 +215,6 @@ class TestPieces:
             engine.generate(input_ids=[], stream=True)
         with pytest.raises(InvalidRequestError, match="stream must be True or False, got 1"):
             engine.generate(input_ids=[1], stream=1)
-
-    def test_go_on_after_retraction(self, one_step):
-        """New weights, equal to the old, while all run: nobody can tell."""
-        arguments = {"input_ids": random_prompts(4, 2, 9), "sampling_params": GREEDY}
-        whole = one_step.generate(**arguments)
-        stream = one_step.generate(**arguments, stream=True)
-        first = next(stream)
-        update_in_flight(one_step, spread_weights())
-        outputs = joined([first, *stream])
-        assert one_step.get_internal_state().counters.num_retractions > 0
-        assert [outputs[i]["output_ids"] for i in range(4)] == [w["output_ids"] for w in whole]
 
 
 def byte_ids(text):
@@ -280,17 +228,9 @@ def byte_ids(text):
 
 
 class TestBytes:
-    @pytest.mark.slow
-    def test_random_bytes(self, bytes_engine):
-        params = {"temperature": 1.5, "seed": 1, "n": 8, "max_new_tokens": 100}
-        wholes, _ = assert_streams_the_same(
-            bytes_engine, prompt=["hi", "a \u4e2d"], sampling_params=params | {"ignore_eos": True}
-        )
-        assert any("\ufffd" in whole["text"] for whole in wholes)
-
-    @pytest.mark.parametrize("text", ["\u00e9", "\u4e2d", "\U0001f600", "\u00e9\U0001f600"])
-    def test_characters_of_several_bytes(self, bytes_engine, text):
+    def test_characters_of_several_bytes(self, bytes_engine):
         """Tokens make some whole characters and some broken ones."""
+        text = "\u00e9\U0001f600"
         ids = sorted(set(byte_ids(text)))
         assert len(ids) > 1
         params = {
@@ -307,28 +247,6 @@ class TestBytes:
         assert any(character in everything for character in text)
         assert "\ufffd" in everything
         assert any(not piece["text"] for piece in pieces), "an unfinished character waits"
-
-    def test_stop_string_in_broken_text(self, bytes_engine):
-        """A stop string made of bytes of several tokens, found in all samples or in none."""
-        params = {
-            "temperature": 100.0,  # all of them equally often
-            "seed": 2,
-            "n": 16,
-            "max_new_tokens": 120,
-            "allowed_token_ids": sorted(set(byte_ids("\u00e9a"))),
-        }
-        free = bytes_engine.generate(input_ids=[5], sampling_params=params)
-        stop = "\u00e9a"
-        wholes, _ = assert_streams_the_same(
-            bytes_engine, input_ids=[5], sampling_params=params | {"stop": [stop]}
-        )
-        assert sum(stop in output["text"] for output in free) >= 8
-        for output, whole in zip(free, wholes, strict=True):
-            assert whole["text"] == output["text"].split(stop)[0]
-            count = len(whole["output_ids"])
-            assert whole["output_ids"] == output["output_ids"][:count]
-            reason = whole["meta_info"]["finish_reason"]
-            assert (reason == {"type": "stop", "matched": stop}) == (stop in output["text"])
 
 
 def text_of(ids):
@@ -379,14 +297,6 @@ class TestStopStrings:
         assert [token for _, token, _ in meta["output_token_logprobs"]] == [*free[:end]]
         assert_idle(engine)
 
-    def test_the_rest_goes_on(self, engine, free):
-        place, stop = self.unique(free, 20, 3)
-        params = [MEDIUM | {"stop": stop}, MEDIUM]
-        outputs = joined(engine.generate(None, params, [PROMPT, PROMPT], stream=True))
-        assert place + 3 < 80
-        assert outputs[0]["output_ids"] == [*free[: place + 3]]
-        assert outputs[1]["output_ids"] == [*free[:80]]
-
     @pytest.mark.parametrize("is_streaming", [False, True])
     def test_in_the_last_item(self, many_steps, free, is_streaming):
         """Found in the dispatch in which the request ended otherwise; the stop string wins."""
@@ -423,33 +333,6 @@ class TestStopStrings:
         assert output["meta_info"]["finish_reason"] == {"type": "length", "length": last}
         assert output["text"] == text_of(free[:last])
         assert_idle(many_steps)
-
-    def test_in_an_aborted_request(self, one_step, free):
-        """The abort ends it while the stop string waits to be seen."""
-        _, stop = self.unique(free, 5, 2)
-        before = num_decoded(one_step)
-        seen, go_on = threading.Event(), threading.Event()
-        tokenizer = one_step._tokenizer._tokenizer
-        real = tokenizer.decode
-
-        def slow(ids):
-            seen.set()
-            assert go_on.wait(LIMIT_S)
-            return real(ids)
-
-        tokenizer.decode = slow
-        try:
-            stream = one_step.generate(None, LONG | {"stop": stop}, PROMPT, stream=True)
-            assert seen.wait(LIMIT_S)
-            wait_for(lambda: num_decoded(one_step) > before + 10)
-            stream.close()
-            one_step.get_internal_state()
-        finally:
-            tokenizer.decode = real
-            go_on.set()
-        assert list(stream) == []
-        assert one_step.generate(None, GREEDY, PROMPT)["output_ids"] == [*free[:50]]
-        assert_idle(one_step)
 
     @pytest.mark.parametrize("meanwhile", ["finished", "updated"])
     def test_told_late(self, free, meanwhile):
@@ -536,7 +419,7 @@ async def started_async(engine):
 
 
 class TestCancelling:
-    @pytest.mark.parametrize("num_read", [0, 1, 10])
+    @pytest.mark.parametrize("num_read", [0, 10])
     def test_close(self, gated, aborts, num_read):
         with aborts:
             stream = started(gated)
@@ -545,7 +428,7 @@ class TestCancelling:
             stream.close()
             assert next(stream, None) is None
 
-    @pytest.mark.parametrize("num_read", [0, 1, 10])
+    @pytest.mark.parametrize("num_read", [0, 10])
     def test_dropping(self, gated, aborts, num_read):
         gc.disable()  # the count of references alone must do
         try:
@@ -555,24 +438,6 @@ class TestCancelling:
                 del stream
         finally:
             gc.enable()
-
-    def test_never_keeping(self, gated, aborts):
-        with aborts:
-            gated.generate(**THREE, stream=True)
-
-    def test_break(self, gated, aborts):
-        with aborts:
-            for piece in started(gated):
-                if piece["meta_info"]["completion_tokens"] == 3:
-                    break
-
-    def test_an_error_of_the_reader(self, gated, aborts):
-        def read():
-            for _ in started(gated):
-                raise ZeroDivisionError
-
-        with aborts, pytest.raises(ZeroDivisionError):
-            read()
 
     def test_an_interrupt(self, gated, aborts, monkeypatch):
         with aborts:
@@ -587,14 +452,6 @@ class TestCancelling:
             with pytest.raises(KeyboardInterrupt):
                 next(stream)
             assert next(stream, None) is None
-
-    def test_collected_on_another_thread(self, gated, aborts):
-        with aborts:
-            cycle: list[Any] = [started(gated)]
-            next(cycle[0])
-            cycle.append(cycle)
-            del cycle
-            wait_for(start(gc.collect).done)
 
     def test_closing_ends_a_waiting_thread(self, gated, aborts):
         with aborts:
@@ -629,19 +486,6 @@ class TestAsync:
         outputs = joined(asyncio.run(main()))
         for index, whole in enumerate(engine.generate(**arguments)):
             assert comparable(outputs[index]) == comparable(whole)
-
-    def test_many_side_by_side(self, one_step):
-        prompts = random_prompts(16, 2, 9, seed=3)
-
-        async def run(prompt):
-            stream = await one_step.async_generate(None, GREEDY, prompt, stream=True)
-            return joined([piece async for piece in stream])[0]["output_ids"]
-
-        async def main():
-            return await asyncio.gather(*map(run, prompts))
-
-        wholes = one_step.generate(None, GREEDY, prompts)
-        assert asyncio.run(main()) == [whole["output_ids"] for whole in wholes]
 
     def test_watched_requests_have_whole_outputs(self, one_step):
         prompts, texts = random_prompts(2, 3, 9, seed=5), ["", ""]
@@ -684,24 +528,15 @@ class TestAsync:
 
         assert asyncio.run(main()) == 50
 
-    @pytest.mark.parametrize("way", ["aclose", "drop", "break", "never_read", "cancel", "timeout"])
+    @pytest.mark.parametrize("way", ["aclose", "drop", "cancel"])
     def test_ending_early(self, gated, aborts, way):
-        async def break_out():
-            async for _ in await started_async(gated):
-                break
-
         async def read(stream):
             async for _ in stream:
                 pass
             raise AssertionError("read to the end")
 
         async def main():
-            if way == "break":
-                await break_out()
-                return
             stream = await started_async(gated)
-            if way == "never_read":
-                return
             assert (await anext(stream))["meta_info"]["completion_tokens"] == 1
             if way == "aclose":
                 await stream.aclose()
@@ -717,13 +552,9 @@ class TestAsync:
             with held(gated):
                 task = asyncio.create_task(read(stream))
                 await asyncio.sleep(0.05)
-                if way == "cancel":
-                    task.cancel()
-                    with pytest.raises(asyncio.CancelledError):
-                        await task
-                else:
-                    with pytest.raises(TimeoutError):
-                        await asyncio.wait_for(task, 0.01)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
 
         with aborts:
             asyncio.run(main())
@@ -800,70 +631,8 @@ class TestAsync:
         with aborts:
             asyncio.run(main())
 
-    def test_shutdown(self):
-        async def read(engine, shut_down):
-            stream = await engine.async_generate(None, LONG, PROMPT, stream=True)
-            whole = asyncio.ensure_future(engine.async_generate(None, LONG, PROMPT))
-            await anext(stream)
-            if shut_down:
-                engine.shutdown()
-            with pytest.raises(EngineShutdownError):
-                async for _ in stream:
-                    pass
-            assert [piece async for piece in stream] == []
-            with pytest.raises(EngineShutdownError):
-                await whole
-
-        async def main():
-            with pace(make_engine()) as engine:
-                readers = [read(engine, number == 3) for number in range(4)]
-                await asyncio.wait_for(asyncio.gather(*readers), LIMIT_S)
-
-        asyncio.run(main())
-
 
 class TestThreads:
-    def test_32_at_once(self, one_step):
-        prompts = random_prompts(32, 2, 20, seed=4)
-        params = [
-            GREEDY | {"temperature": 0.7 * (i % 2), "seed": i, "max_new_tokens": 20 + i}
-            for i in range(32)
-        ]
-        wholes = [one_step.generate(None, p, ids) for p, ids in zip(params, prompts, strict=True)]
-        barrier = threading.Barrier(32)
-
-        def run(place):
-            barrier.wait(LIMIT_S)
-            pieces = one_step.generate(None, params[place], prompts[place], stream=True)
-            return joined(pieces)[0]
-
-        running = [start(lambda i=i: run(i)) for i in range(32)]
-        for whole, output in zip(wholes, running, strict=True):
-            assert comparable(output.result(LIMIT_S)) == comparable(whole)
-        assert_idle(one_step)
-
-    def test_shutdown_in_the_middle(self):
-        engine = gate_steps(make_engine())
-        # As many as run together, and some that wait.
-        streams = [engine.generate(None, LONG, PROMPT, stream=True) for _ in range(12)]
-        for stream in streams[:8]:
-            first_piece(stream)
-        never_read = streams.pop()
-
-        def read(stream):
-            with pytest.raises(EngineShutdownError):
-                for _ in stream:
-                    pass
-            return list(stream)
-
-        readers = [start(lambda s=s: read(s)) for s in streams]
-        start(engine.shutdown).result(LIMIT_S)
-        for reader in readers:
-            assert reader.result(LIMIT_S) == []
-        with pytest.raises(EngineShutdownError):
-            engine.generate(**THREE, stream=True)
-        del never_read, streams
-
     def test_errors_of_one_shutdown_are_not_shared(self):
         engine = gate_steps(make_engine())
         waiting = [start(lambda: engine.generate(**THREE)) for _ in range(2)]
@@ -924,19 +693,6 @@ class TestFailure:
             assert_idle(engine)
             assert not inside.core(engine).outputs._records
 
-    def test_nobody_reads_the_failure(self):
-        """The engine ends the request all the same."""
-        tokenizer = CharTokenizer()
-        with make_engine(tokenizer=tokenizer) as engine:
-            free = engine.generate(None, GREEDY, PROMPT)["output_ids"]
-            before = engine.get_internal_state().counters
-            tokenizer.poison = free[0]
-            stream = engine.generate(None, LONG, PROMPT, stream=True)
-            wait_for(lambda: engine.get_internal_state().counters.num_finished == 2)
-            assert num_decoded(engine) - before.num_output_tokens < 240
-            with pytest.raises(EngineError, match="cannot decode"):
-                next(stream)
-
     def test_a_tokenizer_that_raises_once(self):
         """No piece may follow the failure, though the engine hears of it late."""
         with make_engine() as engine:
@@ -961,41 +717,6 @@ class TestFailure:
             assert stream._events.qsize() == len(calls) == 1
             with pytest.raises(EngineError, match="planted fault"):
                 next(stream)
-
-    def test_a_step_that_fails_in_the_middle(self, one_step, free, monkeypatch):
-        runner = inside.runner(one_step)
-        real, counter = runner.decode, itertools.count()
-
-        def broken(output):
-            if next(counter) == 5:
-                raise RuntimeError("planted fault")
-            return real(output)
-
-        monkeypatch.setattr(runner, "decode", broken)
-        stream = one_step.generate(None, LONG | {"n": 2}, PROMPT, stream=True)
-        first = list(itertools.islice(stream, 10))
-        with pytest.raises(EngineStepError, match="planted fault"):
-            next(stream)
-        for index in range(2):
-            pieces = [piece for piece in first if piece["index"] == index]
-            assert joined(pieces)[index]["output_ids"] == [*free[:5]]
-        assert list(stream) == []
-        assert_idle(one_step)
-
-    def test_one_output_that_fails_ends_the_others(self):
-        tokenizer = CharTokenizer()
-        with make_engine(tokenizer=tokenizer) as engine:
-            mine = engine.generate(None, MEDIUM, PROMPT)["output_ids"]
-            theirs = engine.generate(None, LONG, OTHER_PROMPT)["output_ids"]
-            tokenizer.poison = next(token for token in mine if token not in theirs)
-            before = num_decoded(engine)
-            stream = engine.generate(None, LONG, [PROMPT, OTHER_PROMPT], stream=True)
-            with pytest.raises(EngineError, match="cannot decode"):
-                list(stream)
-            assert list(stream) == []
-            assert engine.get_internal_state().running_batch_size == 0
-            assert num_decoded(engine) - before < 2 * 240
-            assert_idle(engine)
 
 
 def fails_with(error, call, *arguments):
@@ -1035,10 +756,6 @@ def call_stream(engine):
     list(engine.generate(None, GREEDY, PROMPT, stream=True))
 
 
-def call_async(engine):
-    asyncio.run(engine.async_generate(None, GREEDY, PROMPT))
-
-
 def call_async_stream(engine):
     async def read():
         async for _ in await engine.async_generate(None, GREEDY, PROMPT, stream=True):
@@ -1050,19 +767,18 @@ def call_async_stream(engine):
 CALLS = {
     "generate": call_generate,
     "stream": call_stream,
-    "async": call_async,
     "async_stream": call_async_stream,
 }
 
 
 class TestGarbage:
-    def test_200_dropped_streams_leave_nothing(self, one_step):
+    def test_50_dropped_streams_leave_nothing(self, one_step):
         list(one_step.generate(**THREE, stream=True))
         one_step.flush_cache()
         gc.collect()
         threads, arrays = threading.active_count(), len(jax.live_arrays())
         core = inside.core(one_step)
-        for number in range(200):
+        for number in range(50):
             stream = one_step.generate(None, LONG | {"stop": "never"}, [number % 99], stream=True)
             list(itertools.islice(stream, number % 3))
             del stream
@@ -1078,13 +794,8 @@ class TestGarbage:
         ("how", "fails"),
         [
             ("generate", "step"),
-            ("generate", "tokenizer"),
             ("generate", "shutdown"),
-            ("stream", "step"),
             ("stream", "tokenizer"),
-            ("stream", "nothing"),
-            ("async", "step"),
-            ("async_stream", "tokenizer"),
             ("async_stream", "nothing"),
         ],
     )
@@ -1106,20 +817,5 @@ class TestGarbage:
             wait_for(lambda: (collect(), alive())[1] is None)
             thread.join(LIMIT_S)
             assert not thread.is_alive()
-        finally:
-            gc.enable()
-
-    def test_a_failed_update_keeps_no_weights(self, one_step):
-        class Marked(dict):
-            """A source that can be watched."""
-
-        source = Marked({name: jnp.zeros((3, 3)) for name in ("a", "b")})
-        alive = weakref.ref(source["a"])
-        gc.collect()
-        gc.disable()
-        try:
-            fails_with(WeightSyncError, one_step.update_weights, source)
-            del source
-            assert alive() is None
         finally:
             gc.enable()

@@ -196,15 +196,6 @@ def test_stop_strings_equal_a_search_of_every_prefix(kind, data):
     assert result == expected
 
 
-def test_characters_are_never_split():
-    tokenizer, _ = make("byte_level")
-    text = "\U0001f600\u4e2d\u00e9x"
-    ids = tokenizer.encode(text)
-    assert len(ids) > len(text)
-    _, pieces = stream(tokenizer, ids, [1] * len(ids))
-    assert [piece for piece in pieces if piece] == list(text)
-
-
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "sentencepiece"])
 def test_invalid_utf8_is_not_held_back(kind):
     tokenizer, size = make(kind)
@@ -242,13 +233,6 @@ def test_a_byte_run_waits_until_it_ends_or_is_broken():
     newline.add([*tokenizer.encode("a"), byte[ord("\n")]])
     assert newline.match == StopMatch(2, "\n")
     assert newline.take() == "a"
-
-
-def stops(text, stop, **options):
-    """One token for each character."""
-    text_stream = TextStream(wrap_tokenizer(small_tokenizers.CharTokenizer()), stop=stop, **options)
-    text_stream.add(list(map(ord, text)))
-    return text_stream.finish(), text_stream.match
 
 
 @EVERY_KIND
@@ -324,27 +308,6 @@ class TestStopsBehindThoughts:
         assert found.text == ""
 
 
-def test_which_stop_string():
-    assert stops("abcdef", ("de", "bc")) == ("a", StopMatch(3, "bc"))
-    assert stops("abcdef", ("c", "bc", "abcd")) == ("a", StopMatch(3, "bc"))
-    assert stops("abcdef", ("f",)) == ("abcde", StopMatch(6, "f"))
-    assert stops("abcdef", ("ff", "x")) == ("abcdef", None)
-    assert stops("abcdef", ("de",), include_stop=True) == ("abcde", StopMatch(5, "de"))
-    tokenizer, _ = make("byte_level")
-    text_stream = TextStream(tokenizer, stop=("qu", "he"))
-    text_stream.add(tokenizer.encode("the quick brown"))
-    assert text_stream.match is not None
-    assert text_stream.match.stop_string == "he"
-    assert text_stream.take() == "t"
-
-
-def test_min_tokens_counts_the_token_that_completes():
-    assert stops("aXbXc", ("X",), min_tokens=1) == ("a", StopMatch(2, "X"))
-    assert stops("aXbXc", ("X",), min_tokens=2) == ("aXb", StopMatch(4, "X"))
-    assert stops("aXYbc", ("XY",), min_tokens=2) == ("a", StopMatch(3, "XY"))
-    assert stops("aX", ("X",), min_tokens=5) == ("aX", None)
-
-
 def test_only_a_possible_stop_string_waits():
     tokenizer = wrap_tokenizer(small_tokenizers.CharTokenizer())
     text_stream = TextStream(tokenizer, stop=("END", "x\n"))
@@ -358,15 +321,6 @@ def test_only_a_possible_stop_string_waits():
     assert text_stream.finish() == "EN"
     with pytest.raises(RuntimeError, match="after finish"):
         text_stream.add([65])
-
-
-def test_tokens_after_the_match_are_ignored():
-    text_stream = TextStream(wrap_tokenizer(small_tokenizers.CharTokenizer()), stop=["b"])
-    text_stream.add([97, 98, 99, 98])
-    text_stream.add([97])
-    assert text_stream.match == StopMatch(2, "b")
-    assert text_stream.take() == "a"
-    assert text_stream.finish() == ""
 
 
 @pytest.mark.parametrize("stop", ["abc", ("a", ""), (b"a",), (1,)])

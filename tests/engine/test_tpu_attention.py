@@ -75,7 +75,9 @@ def test_reading(shape, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(16, 4, 2, 1, 128), (16, 4, 2, 16, 128)])
+@pytest.mark.parametrize(
+    "shape", [(16, 4, 2, 1, 128), pytest.param((16, 4, 2, 16, 128), marks=pytest.mark.soak)]
+)
 def test_bfloat16(shape):
     case = case_of(shape, jnp.bfloat16)
     case.check(case.run(SIMPLE.attend, OPTIONS["all"]), OPTIONS["all"], atol=2e-2)
@@ -170,8 +172,6 @@ STEPS = [[0, 16, 3], [70, 3], [0, 0], [21, *[16] * 11, 9]]
     [
         ("decode-gqa-2", "all"),
         ("prefill-wide", "window-20"),
-        pytest.param("decode-two-heads-a-row", "window-1", marks=pytest.mark.slow),
-        pytest.param("prefill-gqa-3", "default", marks=pytest.mark.slow),
         pytest.param("prefill-an-odd-head", "all", marks=pytest.mark.slow),
         *spread([*SHAPES, *PACKED], list(OPTIONS), road="rare"),
     ],
@@ -185,7 +185,6 @@ def test_writing(shape, options):
     ("shape", "options"),
     [
         pytest.param("prefill-gqa-3", "default", marks=pytest.mark.slow),
-        pytest.param("prefill-two-heads-a-row", "window-20", marks=pytest.mark.slow),
         *spread([x for x in SHAPES | PACKED if "prefill" in x], list(OPTIONS), road="rare"),
     ],
 )
@@ -272,7 +271,7 @@ def test_costs_count_what_a_window_shows():
     assert (full.flops, windowed.flops) == (4 * 64 * 8 * 4096 * 256, 4 * 64 * 8 * 512 * 256)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_rows_with_drafts():
     """A block for each row: its newest token and some drafts, in pages that have others."""
     blocks = [[40, 1], [0, 3], [63, 16], [5, 0], [64, 8], [150, 13], [0, 0], [7, 2]]
@@ -282,13 +281,12 @@ def test_rows_with_drafts():
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, marks=pytest.mark.slow),
-        pytest.param(
-            {"speculation": "always", "speculative_num_draft_tokens": 1}, marks=pytest.mark.soak
-        ),
+        {},
+        {"speculation": "always", "speculative_num_draft_tokens": 1},
     ],
     ids=["plain", "drafts"],
 )
+@pytest.mark.soak
 def test_engine_with_the_interpreted_kernel(monkeypatch, options):
     """Prefill and decode through the kernel: the tokens of the portable backend."""
     expected = greedy_tokens(attention_backend="xla")

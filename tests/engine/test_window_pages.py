@@ -15,7 +15,6 @@ from sgljax_engine import (
     Engine,
     EngineConfig,
     EngineError,
-    InvalidConfigError,
     RequestOutput,
     RopeConfig,
     SamplingParams,
@@ -27,7 +26,6 @@ from sgljax_engine.cache.window import NONE, NUM_NULL, WindowPages, WindowSizes
 from tests import inside
 from tests.devices import run_python
 from tests.engine.models import SHARED_KEYS, TINY, random_prompts, spread_weights
-from tests.engine.native_cases import needs_machine_code
 from tests.engine.stepping import SteppedEngine
 from tests.geometry import RETRACTING, SMALL, other
 from tests.real_configs import real_config
@@ -121,17 +119,6 @@ class TestEngine:
         assert WINDOW <= most <= WINDOW + SMALL["decode_steps"] + 2 * PAGE
         memory = engine.core.state().memory
         assert memory.saved_window_bytes > memory.kv_bytes / 2
-
-    @pytest.mark.slow
-    @needs_machine_code
-    def test_deterministic_samples_are_the_same(self):
-        params = SamplingParams(temperature=1.0, max_new_tokens=100, ignore_eos=True)
-        found = []
-        for is_off in (True, False):
-            with make(disable_hybrid_swa_memory=is_off, random_seed=3) as engine:
-                outputs = engine.generate_requests(prompts(), params)
-                found.append([(out.output_ids, out.logprobs) for out in outputs])
-        assert found[0] == found[1]
 
     @pytest.mark.parametrize("backend", ["auto", pytest.param("xla", marks=pytest.mark.soak)])
     def test_what_is_in_free_pages_does_not_matter(self, backend, expected):
@@ -227,33 +214,11 @@ class TestSizes:
         with make(max_model_len=24) as engine:  # no engine that computes
             assert pool_of(engine).windows is None
 
-    def test_the_switch_is_a_flag(self):
-        with pytest.raises(InvalidConfigError, match="disable_hybrid_swa_memory must be True or"):
-            EngineConfig.from_options({"disable_hybrid_swa_memory": "yes"})
-
 
 class TestPages:
     def make(self, num_window_pages: int = 4, size: int = 6) -> tuple[PageAllocator, WindowPages]:
         windows = WindowPages(10, WindowSizes(num_window_pages, size, 3, 1), PAGE)
         return PageAllocator(10, windows.forget), windows
-
-    def test_first_needed(self):
-        _, windows = self.make()
-        # The query at position 9 sees keys 4 to 9, that at 8 sees 3 to 8.
-        assert [windows.first_needed(n) for n in (0, 5, 8, 9, 13)] == [0, 0, 0, 1, 2]
-
-    def test_a_prefix_is_usable_up_to_pages_with_their_window(self):
-        _, windows = self.make()
-        for page in (0, 1, 3):
-            windows.attach(page)
-        assert windows.usable([0, 1, 2, 3]) == 2
-        windows.attach(2)
-        assert windows.usable([0, 1, 2, 3]) == 4
-        windows.let_go([0, 1], keep=False)
-        assert windows.usable([0, 1, 2, 3]) == 4  # keys 11 to 15 are in pages 2 and 3
-        assert windows.usable([0, 1, 2]) == 0
-        assert windows.is_usable([0, 1, 2, 3], 14)
-        assert not windows.is_usable([0, 1, 2, 3], 12)
 
     def test_the_longest_idle_goes_first(self):
         _, windows = self.make()
@@ -271,16 +236,6 @@ class TestPages:
         assert (windows.num_held, windows.num_idle) == (3, 1)
         windows.check_integrity([[1, 3], [5]])
 
-    def test_pages_that_are_held_are_not_taken(self):
-        allocator, windows = self.make()
-        pages = allocator.allocate(5)
-        for page in pages[:4]:
-            windows.attach(page)
-        with pytest.raises(EngineError, match="cannot allocate 1 KV pages"):
-            windows.attach(pages[4])
-        with pytest.raises(EngineError, match="its window page is needed"):
-            allocator.free(pages[:1])
-
     def test_integrity_check_finds_planted_faults(self):
         _, windows = self.make()
         windows.attach(1)
@@ -292,7 +247,7 @@ class TestPages:
             windows.check_integrity([[1]])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_model_whose_layers_all_slide():
     """Mistral 7B v0.1's kind: there are window pages alone."""
     model = dataclasses.replace(

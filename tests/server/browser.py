@@ -14,7 +14,7 @@ from tests.server import node_packages
 class Browser:
     """A page of a Chromium. One thread may use it, in a `with` block.
 
-    A call raises RuntimeError with the driver's message when it fails, or takes 30 seconds.
+    A call raises RuntimeError with the driver's message when it fails, or takes two minutes.
     """
 
     def __init__(self) -> None:

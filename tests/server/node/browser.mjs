@@ -17,14 +17,17 @@ const browser = await chromium.launch({
     LD_LIBRARY_PATH: path.join(unpacked, 'al2023', 'lib'),
   },
 });
+// A machine that is busy with other tests may take its time.
+const LIMIT_MS = 120000;
+
 let page;
 let problems = [];
 
 // Playwright's own `waitForFunction` evaluates a text again and again, which a page's policy may
 // forbid; the debugger evaluates one once whatever the policy.
 const untilTrue = (expression) => `new Promise((resolve, reject) => {
-  const giveUp = () => reject(new Error('not so after 30 s: ' + document.body.innerText));
-  const limit = setTimeout(giveUp, 30000);
+  const giveUp = () => reject(new Error('not so after ${LIMIT_MS} ms: ' + document.body.innerText));
+  const limit = setTimeout(giveUp, ${LIMIT_MS});
   const look = () => {
     if (!(${expression})) return requestAnimationFrame(look);
     clearTimeout(limit);
@@ -41,7 +44,7 @@ const calls = {
     const context = await browser.newContext(options);
     await context.clock.install();
     page = await context.newPage();
-    page.setDefaultTimeout(30000);
+    page.setDefaultTimeout(LIMIT_MS);
     page.on('pageerror', (error) => problems.push(`${error}`));
     page.on('console', (message) => {
       if (['error', 'warning'].includes(message.type())) problems.push(message.text());
