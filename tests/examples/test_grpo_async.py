@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from omegaconf.errors import OmegaConfBaseException
 
 import addition_task
 import grpo_async
@@ -19,7 +18,6 @@ from tests.tiers import tiered
 
 QUICK_COMPILE = "that the example runs and what it reports"
 
-CONFIG = grpo_async.ROOT / "configs/grpo_async.yaml"
 CHECKPOINT = grpo_async.ROOT / "examples/data/multiples_sft.safetensors"
 
 
@@ -94,17 +92,6 @@ def test_graders_take_the_same_time_whatever_the_updates():
     assert 0.2 < np.median(seconds) < 0.3
     assert 1 < max(seconds) <= grader.max_s
     assert set(waits(1, grpo_async.GraderSettings())) == {0.0}
-
-
-def test_config_is_the_default():
-    assert grpo_async.load_settings(CONFIG) == grpo_async.Settings()
-
-
-def test_config_refuses_unknown_keys(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text("max_concurrency: 3\n")
-    with pytest.raises(OmegaConfBaseException):
-        grpo_async.load_settings(path)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Tunix uses deprecated parts of JAX.

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from omegaconf.errors import OmegaConfBaseException
 
 import addition_task
 import calculator_task
@@ -28,7 +27,6 @@ from calculator_task import CalculatorAgent, CalculatorEnvironment, ChatParser
 
 QUICK_COMPILE = "that the example runs and what it reports"
 
-CONFIG = grpo_tools.ROOT / "configs/grpo_tools.yaml"
 CHECKPOINT = grpo_tools.ROOT / "examples/data/calculator_sft.safetensors"
 PROBLEM = Calculation(37, (58, -21))
 
@@ -157,17 +155,6 @@ def test_shipped_checkpoint():
     metadata = addition_task.checkpoint_metadata(CHECKPOINT)
     assert metadata["maker"] == Path(make_calculator_checkpoint.__file__).name
     assert 0.1 < float(metadata["exact_match"]) < 0.7
-
-
-def test_config_is_the_default():
-    assert grpo_tools.load_settings(CONFIG) == grpo_tools.Settings()
-
-
-def test_config_refuses_unknown_keys(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text("max_turns: 3\n")
-    with pytest.raises(OmegaConfBaseException):
-        grpo_tools.load_settings(path)
 
 
 def test_masks_are_shown():
