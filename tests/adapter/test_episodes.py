@@ -249,7 +249,8 @@ def test_turns_that_were_tokenised_again_are_counted_warned_of_and_masked(
     cluster, raised = make_trained(parser=LineParser(), mask_retokenized=masks)
     assert raised is None
     assert min(cluster.metrics["episodes/retokenized_turns"]) == 1.0
-    assert caplog.text.count("was sampled from other tokens") == 1
+    # Of this learner, whose parser says a 6: episodes of an earlier training may end meanwhile.
+    assert caplog.text.count("6, 7, 1, 9] in the prompt") == 1
     versions = np.concatenate([np.asarray(e.token_versions) for e in cluster.examples])
     masked = np.concatenate([np.asarray(e.completion_mask) == 0 for e in cluster.examples])
     is_later = np.cumsum(versions < 0, axis=-1) > 0  # behind the environment's first tokens
