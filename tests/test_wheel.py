@@ -109,26 +109,6 @@ def test_an_installed_wheel_shows_its_version_and_needs_no_checkout(wheel, tmp_p
 # ------------------------------------------------------------------ the matrix' own parts
 
 
-def test_this_python_is_found():
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    python = install_matrix.find_python(version)
-    assert python is not None
-    shown = subprocess.run([python, "--version"], capture_output=True, text=True, check=True)
-    assert shown.stdout.startswith(f"Python {version}.")
-    assert install_matrix.find_python("3.0") is None
-
-
-@pytest.mark.soak
-def test_steps_of_an_environment_are_noted(tmp_path, capsys):
-    environment = install_matrix.Environment(sys.executable, tmp_path)
-    python = environment.bin / "python"
-    assert environment.run("good", python, "-c", "print('out')") == "out\n"
-    environment.run("bad", python, "-c", "raise SystemExit('no such thing')")
-    assert environment.steps == {"good": "ok", "bad": "no such thing"}
-    assert environment.seconds.keys() == {"good", "bad"}
-    assert "bad: no such thing" in capsys.readouterr().out
-
-
 def make_result(name, outcome, python):
     steps = dict.fromkeys(install_matrix.STEPS, "ok") | {"rollout": outcome}
     return install_matrix.Result(

@@ -186,30 +186,6 @@ def test_tokens_that_are_too_old_are_masked(closing):
     assert max(cluster.metrics["weight_lag/masked_fraction"]) > 0
 
 
-@pytest.mark.soak
-def test_no_deadlock_where_tunixs_lock_has_one(closing):
-    """One step off-policy and few concurrent episodes: its loop thread waits in the lock."""
-    cluster = make_cluster(num_steps=4)
-    closing.append(cluster.rollout)
-    train(make_learner(cluster, config={"max_concurrency": 3}), 4)
-    assert cluster.rollout.weight_version == cluster.global_steps == 4
-    assert len(cluster.examples) == 4
-
-
-@pytest.mark.slow
-def test_engine_versions_and_policy_versions_may_differ(closing):
-    """The engine has had two updates before the learner is made."""
-    cluster = make_cluster(num_steps=2)
-    closing.append(cluster.rollout)
-    for _ in range(2):
-        cluster.rollout.update_params(nnx.state(cluster.actor_trainer.model, nnx.Param))
-    train(make_learner(cluster), 2)
-    assert cluster.rollout.weight_version == 4
-    for row in rows_of(cluster):
-        assert 0 <= row["policy_version"] <= 1
-        assert row["token_versions"].max() <= 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("parser", [Parser(), LineParser()], ids=lambda p: type(p).__name__)
 def test_environment_tokens_have_no_version(closing, parser):
@@ -233,7 +209,7 @@ def test_environment_tokens_have_no_version(closing, parser):
 # ------------------------------------------------------------------ draining
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_drained_updates_leave_sequences_to_one_policy(closing):
     cluster = make_cluster(num_steps=3)
     closing.append(cluster.rollout)

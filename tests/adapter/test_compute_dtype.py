@@ -118,22 +118,6 @@ def test_compute_dtype():
         assert compute_dtype(other) is None
 
 
-@pytest.mark.parametrize(
-    ("computed", "stored", "expected"),
-    [
-        ("bfloat16", "float32", "bfloat16"),
-        ("float16", "float32", "float16"),
-        ("float32", "float32", "float32"),
-        ("bfloat16", "bfloat16", "bfloat16"),
-        ("float32", "int8", "int8"),  # for the engine to refuse
-    ],
-)
-def test_engine_dtype(computed, stored, expected):
-    config = dataclasses.replace(QWEN2, dtype=jnp.dtype(computed))
-    assert engine_dtype(config, stored) == expected
-    assert engine_dtype(None, stored) == stored
-
-
 def test_weights_that_are_coarser_than_what_computes_are_kept_and_told(caplog):
     with caplog.at_level(logging.INFO, "tunix_sgljax"):
         assert engine_dtype(QWEN2, "bfloat16") == "bfloat16"

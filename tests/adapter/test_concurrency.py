@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 from flax import nnx
 
-from sgljax_engine import EngineShutdownError, SamplingParams
-from tests import inside
+from sgljax_engine import EngineShutdownError
 from tests import tunix_reference as ref
 from tests.adapter.helpers import VOCAB_SIZE, new_rollout, params_of, rollout_config, text_of
-from tests.geometry import WIDE
-from tests.threads import LIMIT_S, gate_steps, held, start, take_steps, wait_for
+from tests.threads import LIMIT_S, gate_steps, start, take_steps, wait_for
 
 NUM_CALLERS = 8
 NUM_TOKENS = 96
@@ -140,104 +136,6 @@ def test_close_ends_calls_in_flight(model):
     assert set(results[1:]) <= {NUM_TOKENS, "refused"}
     with pytest.raises(EngineShutdownError):
         generate(rollout, PROMPTS[0])
-
-
-CROWD = WIDE["max_running_requests"]
-STEPS = WIDE["decode_steps"]
-CROWD_TOKENS = 2 * STEPS
-
-
-@pytest.fixture(scope="module")
-def wide(model):
-    """A rollout with room for a crowd, whose dispatches are as long whatever they take."""
-    shared = new_rollout(model, **WIDE, max_dispatch_s=math.inf)
-    yield shared
-    shared.close()
-
-
-@pytest.fixture(scope="module")
-def crowd(model):
-    """Each caller's prompt and config, greedy or seeded, and what it gets alone."""
-    # 15 prompts of up to 15 tokens, 16 each when padded: 240 of 256.
-    lengths = [1 + (i < 16) * i for i in range(CROWD)]
-    prompts = ref.make_prompts(VOCAB_SIZE, lengths, seed=8)
-    calls = [
-        (text_of(ids), {"temperature": 1.0, "top_p": 0.95, "seed": 100 + i} if i % 2 else {})
-        for i, ids in enumerate(prompts)
-    ]
-    alone = new_rollout(model, **WIDE)  # a seed's samples depend on the rollout's earlier calls
-    try:
-        return calls, [crowd_call(alone, call) for call in calls]
-    finally:
-        alone.close()
-
-
-def crowd_call(rollout, call):
-    """One caller's tokens and log-probs."""
-    text, changes = call
-    config = rollout_config(
-        max_tokens_to_generate=CROWD_TOKENS, return_logprobs=True, max_prompt_length=16, **changes
-    )
-    output = rollout.generate(text, config)
-    assert len(output.tokens) == 1
-    return output.tokens[0].tolist(), output.logprobs[0]
-
-
-@pytest.fixture
-def sizes(wide, monkeypatch):
-    """The decode rows of each dispatch from now on."""
-    runner, sizes = inside.runner(wide.engine), []
-    decode = runner.decode
-
-    def recorded(output):
-        sizes.append(len(output.decode))
-        return decode(output)
-
-    monkeypatch.setattr(runner, "decode", recorded)
-    return sizes
-
-
-def test_64_callers_are_one_batch_on_the_device(wide, crowd, sizes):
-    """The engine's thread is held until all calls are in its queue, so nothing is left to luck."""
-    calls, expected = crowd
-    engine = wide.engine
-    before = engine.get_internal_state().counters
-    with held(engine):
-        callers = [start(lambda call=call: crowd_call(wide, call)) for call in calls]
-        wait_for(lambda: inside.tasks(engine).qsize() >= CROWD)
-    outputs = [caller.result(LIMIT_S) for caller in callers]
-    counters = engine.get_internal_state().counters
-    told = f"decode rows of each dispatch: {sizes}"
-    assert counters.max_decode_batch == CROWD == 64, told
-    # All of them in each; the first one has half the steps unless so many were timed before.
-    assert set(sizes) == {CROWD}, told
-    assert len(sizes) in (2, 3), told
-    assert counters.num_dispatches - before.num_dispatches == len(sizes), told
-    assert counters.num_decode_rows - before.num_decode_rows == sum(sizes), told
-    assert [tokens for tokens, _ in outputs] == [tokens for tokens, _ in expected]
-    for (_, logprobs), (_, alone) in zip(outputs, expected, strict=True):
-        np.testing.assert_allclose(logprobs, alone, atol=1e-5)
-    seeded = {tuple(tokens) for tokens, _ in outputs[1::2]}
-    assert len(seeded) == CROWD // 2
-
-
-def test_63_callers_join_a_running_batch(wide, sizes):
-    """They come while another request runs, and leave it together."""
-    engine = gate_steps(wide.engine)
-    prompts = ref.make_prompts(VOCAB_SIZE, [3] * CROWD, seed=9)
-    long = SamplingParams(temperature=0, max_new_tokens=112)
-    lone = start(lambda: engine.generate_requests([prompts[0].tolist()], long))
-    wait_for(lambda: num_waiting(engine) == 1)
-    take_steps(engine)
-    assert sizes == [1]
-    callers = [start(lambda ids=ids: generate(wide, ids)) for ids in prompts[1:]]
-    wait_for(lambda: num_waiting(engine) == CROWD - 1)
-    assert {len(caller.result(LIMIT_S)) for caller in callers} == {NUM_TOKENS}
-    assert len(lone.result(LIMIT_S)[0].output_ids) == 112
-    told = f"decode rows of each dispatch: {sizes}"
-    assert max(sizes) == CROWD, told
-    # One after the other they would take 63 times 6 dispatches.
-    assert len(sizes) < 2 * NUM_TOKENS // STEPS, told
 
 
 def engine_threads():

@@ -29,13 +29,12 @@ from tests import inside
 from tests import tunix_reference as ref
 from tests.adapter.helpers import (
     MODEL,
-    EndingTokenizer,
     new_rollout,
     rollout_config,
     tokens_of,
 )
-from tests.geometry import CHUNKED, SMALL
-from tunix_sgljax import SglJaxRollout, create_sgljax_rollout
+from tests.geometry import CHUNKED
+from tunix_sgljax import SglJaxRollout
 
 FIELDS = {field.name: field for field in dataclasses.fields(RolloutConfig)}
 
@@ -63,7 +62,7 @@ HONOURED = {
 
 TESTED_ELSEWHERE = {
     "max_tokens_to_generate": "test_generate",
-    "temperature": "test_parity",
+    "temperature": "test_families",
     "top_p": "test_generate",
     "top_k": "test_generate",
     "seed": "test_generate",
@@ -84,7 +83,7 @@ TESTED_ELSEWHERE = {
     "rollout_vllm_model_version": "test_foreign_config",
     "rollout_vllm_logprobs_mode": "test_foreign_config",
     "rollout_vllm_sampling_kwargs": "test_foreign_config",
-    "rollout_sglang_jax_disable_radix_cache": "test_group_sharing",
+    "rollout_sglang_jax_disable_radix_cache": "test_foreign_config",
     "rollout_sglang_jax_enable_deterministic_sampling": "test_exact",
 }
 
@@ -156,7 +155,6 @@ def test_honoured_field(make_rollout, name):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("rollout_sglang_jax_precompile_bs_paddings", [8, 4, 8]),
         ("rollout_sglang_jax_precompile_token_paddings", [64, 16]),
         (
             "rollout_sglang_jax_kwargs",
@@ -164,13 +162,8 @@ def test_honoured_field(make_rollout, name):
         ),
         (
             "rollout_sglang_jax_kwargs",
-            {"page_size": 8, "disable_radix_cache": True},  # no engine
-        ),
-        (
-            "rollout_sglang_jax_kwargs",
             {"speculation": "auto", "speculative_drafters": ["history", "ngram"]},
         ),
-        ("rollout_sglang_jax_kwargs", {"lora_targets": ["q_proj"]}),
     ],
 )
 def test_a_config_fits_the_engine_that_it_made(model, field, value):
@@ -255,14 +248,6 @@ def test_max_prompt_and_output_bound_the_context(make_rollout):
     assert make_rollout(config=config)._builder.engine_config.max_model_len == 64
 
 
-@pytest.mark.parametrize("value", [0, 1.5, "many"])
-@pytest.mark.parametrize("name", ["page_size", "max_running_requests", "chunked_prefill_size"])
-def test_bad_value_of_an_honoured_field(model, name, value):
-    config = RolloutConfig(**{f"rollout_sglang_jax_{name}": value})
-    with pytest.raises(InvalidConfigError, match=rf"{name} must be .*{value}"):
-        SglJaxRollout(rollout_actor=model, tokenizer=EndingTokenizer(eos=1), rollout_config=config)
-
-
 def test_log_level(make_rollout):
     loggers = [logging.getLogger(name) for name in ("sgljax_cpu", "sgljax_engine", "tunix_sgljax")]
     before = [logger.level for logger in loggers]
@@ -287,50 +272,6 @@ def test_unknown_engine_option_is_refused_with_the_nearest(refuse):
     kwargs = {"max_running_request": 4}
     match = "'max_running_request'.*'max_running_requests'"
     refuse(match, rollout_config=rollout_config(rollout_sglang_jax_kwargs=kwargs))
-
-
-def test_keywords_win_over_the_config(make_rollout):
-    kwargs = {"page_size": 8, "decode_steps": 3}  # no engine
-    config = {"rollout_sglang_jax_page_size": 32, "rollout_sglang_jax_kwargs": kwargs}
-    rollout = make_rollout(config=config, decode_steps=5)  # no engine
-    assert rollout._builder.engine_config.cache.page_size == SMALL["page_size"]
-    assert rollout._builder.engine_config.scheduler.decode_steps == 5
-
-
-def test_factory_takes_options(model):
-    rollout = create_sgljax_rollout(  # no engine
-        model,
-        EndingTokenizer(eos=1),
-        model.config,
-        max_model_len=77,
-        page_size=2,
-        rollout_config=rollout_config(rollout_sglang_jax_context_length=50),
-    )
-    assert rollout._builder.engine_config.max_model_len == 77
-    assert rollout._builder.engine_config.cache.page_size == 2
-    rollout.close()
-    with pytest.raises(InvalidConfigError, match=r"'max_model_length'.*'max_model_len'"):
-        create_sgljax_rollout(model, EndingTokenizer(eos=1), max_model_length=77)
-
-
-@pytest.mark.parametrize(
-    ("match", "options"),
-    [
-        ("page_size", {"page_size": 0}),  # no engine
-        ("max_model_len", {"max_model_len": 1}),  # no engine
-        ("dtype.*float32", {"dtype": "float31"}),
-        ("attention_backend 'xlaa'.*'xla'", {"attention_backend": "xlaa"}),
-        (
-            "batch_buckets.*64",
-            {"batch_buckets": [1, 32], "max_running_requests": 64},  # no engine
-        ),
-        ("token_buckets", {"token_buckets": [63]}),  # no engine
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_a_bad_option_is_refused_at_construction(refuse, match, options):
-    """Not at the first generate, minutes into somebody's program."""
-    refuse(match, **options)
 
 
 # ------------------------------------------------------------------ mesh
@@ -385,30 +326,7 @@ def test_expert_parallel_size_is_one(refuse, make_rollout):
     make_rollout(config={"expert_parallel_size": -1}, strict_config=True)
 
 
-def test_paddings_alone_bound_the_batch_and_the_prefill(make_rollout, model):
-    """As with Tunix's own sglang_jax engine, nothing else has to be set."""
-    config = rollout_config(
-        rollout_sglang_jax_precompile_bs_paddings=[4, 12],
-        rollout_sglang_jax_precompile_token_paddings=[64, 128],
-    )
-    rollout = create_sgljax_rollout(model, EndingTokenizer(eos=1), rollout_config=config)
-    assert rollout._builder.engine_config.runtime.batch_buckets == (4, 12)
-    assert rollout._builder.engine_config.scheduler.max_running_requests == 12
-    assert rollout._builder.engine_config.scheduler.chunked_prefill_size == 128
-    rollout.close()
-
-
 # ------------------------------------------------------------------ tokenizer
-
-
-def test_pad_and_end_token_may_be_one_but_must_be_a_token(refuse, make_rollout):
-    """More on them in test_pad_is_eos."""
-    make_rollout(tokenizer=EndingTokenizer(eos=3, pad=3))
-    refuse("pad and end tokens are both None", tokenizer=EndingTokenizer(eos=None, pad=None))
-
-
-def test_what_is_no_tokenizer_is_refused_by_tunix(refuse):
-    refuse("encode.*decode", error=ValueError, tokenizer=object())
 
 
 # ------------------------------------------------------------------ model

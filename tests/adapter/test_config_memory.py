@@ -24,15 +24,6 @@ class Reads:
         return self.num
 
 
-def test_an_equal_config_is_read_once():
-    reads = Reads()
-    config = rollout_config(rollout_vllm_kwargs={"block_size": 8})
-    assert [reads.get(config), reads.get(config)] == [1, 1]
-    assert reads.get(rollout_config(rollout_vllm_kwargs={"block_size": 8})) == 1
-    reads.memory.clear()
-    assert reads.get(config) == 2
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -57,11 +48,6 @@ def test_what_may_change_unseen_is_read_each_time():
     assert [reads.get(config), reads.get(config)] == [1, 2]
     assert reads.get(rollout_config(eos_tokens=[3, 4])) == 3
     assert reads.get(config) == 4  # compared with the list
-
-
-def test_what_else_a_value_depends_on():
-    reads = Reads()
-    assert [reads.get(rollout_config(), a=1), reads.get(rollout_config(), a=2)] == [1, 2]
 
 
 def test_a_rollout_sees_changes_between_calls(rollout):

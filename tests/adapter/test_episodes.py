@@ -155,7 +155,7 @@ def places(fast: Sequence[str], slow: Sequence[str]) -> list[Any]:
     return tiered(both, *([(where, FREE) for where in names] for names in (fast, slow)))
 
 
-@pytest.mark.parametrize("place", places(["step"], ["init", "reset", "agent"]), ids=str)
+@pytest.mark.parametrize("place", places(["step"], ["reset", "agent"]), ids=str)
 def test_the_training_ends_with_the_error(make_trained, place):
     where, concurrency = place
     for error in ERRORS:
@@ -166,7 +166,7 @@ def test_the_training_ends_with_the_error(make_trained, place):
         assert "in an episode" in raised.__notes__[-1]
 
 
-@pytest.mark.parametrize("place", places([], ["step", "close"]), ids=str)
+@pytest.mark.parametrize("place", places([], ["step"]), ids=str)
 def test_the_training_goes_on_without_the_group(make_trained, place):
     where, concurrency = place
     for error in ERRORS:
@@ -191,16 +191,18 @@ def test_training_ends_where_all_groups_fail(make_trained):
     assert not cluster.examples
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("in_consumer", [True, False])
-@pytest.mark.parametrize("error", ERRORS)
-def test_reward_functions_may_raise_anything(make_trained, error, in_consumer):
-    def my_reward(prompts, completions, **_):
-        raise error("mine")
+@pytest.mark.parametrize(
+    "in_consumer", tiered([True, False], [], [True]), ids=["consumer", "producer"]
+)
+def test_reward_functions_may_raise_anything(make_trained, in_consumer):
+    for error in ERRORS:
 
-    _, raised = make_trained(rewards=[my_reward], in_consumer=in_consumer)
-    assert type(raised) in (error, RuntimeError)  # StopIteration ends a generator of Tunix
-    assert "mine" in repr(raised) or "StopIteration" in repr(raised)
+        def my_reward(prompts, completions, error=error, **_):
+            raise error("mine")
+
+        _, raised = make_trained(rewards=[my_reward], in_consumer=in_consumer)
+        assert type(raised) in (error, RuntimeError)  # StopIteration ends a generator of Tunix
+        assert "mine" in repr(raised) or "StopIteration" in repr(raised)
 
 
 def test_a_refused_prompt_ends_the_training_or_drops_the_group(make_trained):
@@ -247,7 +249,8 @@ def test_turns_that_were_tokenised_again_are_counted_warned_of_and_masked(
     cluster, raised = make_trained(parser=LineParser(), mask_retokenized=masks)
     assert raised is None
     assert min(cluster.metrics["episodes/retokenized_turns"]) == 1.0
-    assert caplog.text.count("was sampled from other tokens") == 1
+    # Of this learner, whose parser says a 6: episodes of an earlier training may end meanwhile.
+    assert caplog.text.count("6, 7, 1, 9] in the prompt") == 1
     versions = np.concatenate([np.asarray(e.token_versions) for e in cluster.examples])
     masked = np.concatenate([np.asarray(e.completion_mask) == 0 for e in cluster.examples])
     is_later = np.cumsum(versions < 0, axis=-1) > 0  # behind the environment's first tokens

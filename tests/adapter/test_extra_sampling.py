@@ -17,26 +17,6 @@ def sampled(rollout, **config):
     return rollout.generate([text_of(ids) for ids in PROMPTS], rollout_config(**fields))
 
 
-def test_extra_fields_hold_for_every_call(make_rollout):
-    plain = tokens_of(make_rollout(), PROMPTS)
-    common = sorted(set(plain[0]) | set(plain[1]))
-    rollout = make_rollout(sampling_params={"bad_token_ids": common})
-    for _ in range(2):
-        assert not set(common) & {token for row in tokens_of(rollout, PROMPTS) for token in row}
-
-
-def test_stop_strings_end_a_completion(make_rollout):
-    plain = make_rollout().generate([text_of(PROMPTS[0])], rollout_config())
-    stop = plain.text[0][2:6]
-    cut = make_rollout(sampling_params={"stop": stop}).generate(
-        [text_of(PROMPTS[0])], rollout_config()
-    )
-    assert cut.text[0] == plain.text[0][: plain.text[0].index(stop)]
-    num_tokens = len(cut.tokens[0])
-    assert 0 < num_tokens < len(plain.tokens[0])
-    np.testing.assert_array_equal(cut.tokens[0], plain.tokens[0][:num_tokens])
-
-
 def test_logprobs_modes(make_rollout, model):
     """Three views of the same tokens; the trainer's own numbers check two of them."""
     outputs = {

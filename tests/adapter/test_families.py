@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import re
 import types
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -21,6 +23,8 @@ from sgljax_engine import (
 from tests import tunix_families as families
 from tests import tunix_reference as ref
 from tests.adapter.helpers import (
+    MODEL,
+    VOCAB_SIZE,
     max_difference,
     named_params,
     new_rollout,
@@ -49,10 +53,11 @@ ARCHITECTURES = (
     "gemma4_shared_keys",
     "llama3_tied",
     "qwen2_untied",
+    "qwen3",
     "qwen3_moe",
 )
 """One family of each architecture."""
-OF_SAMPLER = tiered((name for name in ARCHITECTURES if name != "gemma2"), (), ["qwen2_untied"])
+OF_SAMPLER = tiered((name for name in ARCHITECTURES if name != "gemma2"), ["qwen3"], [])
 """Tunix's own sampler takes as long to compile as an engine. It pads Gemma 2 wrongly, so that is
 left out.
 """
@@ -61,22 +66,33 @@ left out.
 @pytest.fixture(
     scope="module",
     params=tiered(
-        sorted(families.FAMILIES),
-        ["gemma_mqa"],
-        ["gemma4_shared_keys", "gemma4_moe", "llama3_tied", "qwen2_untied"],
+        ["qwen3", *sorted(families.FAMILIES)],
+        ["qwen3", "gemma_mqa"],
+        ["gemma4_moe", "qwen2_untied"],
     ),
 )
 def case(request):
     """A model, its rollout, and prompts."""
-    model = families.make(request.param)
+    model = make(request.param)
     rollout = new_rollout(model, rollout_config=config_of())
-    prompts = families.make_prompts(request.param)
+    is_dense_qwen3 = request.param == "qwen3"
+    prompts = (
+        ref.make_prompts(VOCAB_SIZE) if is_dense_qwen3 else families.make_prompts(request.param)
+    )
     yield types.SimpleNamespace(name=request.param, model=model, rollout=rollout, prompts=prompts)
     rollout.close()
 
 
-def generate(case):
-    return case.rollout.generate([text_of(ids) for ids in case.prompts], config_of())
+def make(name, **options):
+    return (
+        ref.make_tunix_qwen3(MODEL, **options)
+        if name == "qwen3"
+        else families.make(name, **options)
+    )
+
+
+def generate(case, **changes):
+    return case.rollout.generate([text_of(ids) for ids in case.prompts], config_of(**changes))
 
 
 @pytest.mark.parametrize("case", OF_SAMPLER, indirect=True)
@@ -94,14 +110,53 @@ def test_logprobs_and_scores_are_tunixs(case):
     assert max_difference(scores(case.rollout, case.prompts, output.tokens), expected) < TOLERANCE
 
 
+def first_pads(output):
+    """Where the first pad id of each row was sampled, which the trainer masks; or its length."""
+    return [int(np.append(row == ref.PAD_ID, True).argmax()) for row in output.tokens]
+
+
+@pytest.mark.parametrize("case", ["qwen3"], indirect=True)
+def test_sampled_logprobs_and_scores_are_the_trainers(case):
+    """Filters decide what can be drawn; the trainer, who scores all tokens, knows none."""
+    sampling = {"temperature": 0.7, "top_k": 12, "top_p": 0.9}
+    output = generate(case, seed=3, **sampling)
+    ends = first_pads(output)
+    tokens, logprobs = (
+        [row[:end] for row, end in zip(rows, ends, strict=True)]
+        for rows in (output.tokens, output.logprobs)
+    )
+    assert sum(ends) > len(ends) * NUM_TOKENS // 4
+    expected = ref.trainer_logps(case.model, case.prompts, tokens, temperature=0.7)
+    assert max_difference(logprobs, expected) < TOLERANCE
+    case.rollout.bind(config_of(**sampling))
+    assert max_difference(scores(case.rollout, case.prompts, tokens), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("case", ["qwen3"], indirect=True)
+def test_scores_of_completions_of_any_length(case):
+    """Ragged completions, an empty one among them, as Tunix pads them."""
+    case.rollout.bind(config_of(temperature=1.0))
+    rng = np.random.default_rng(0)
+    completions = [
+        rng.integers(1, 100, length).astype(np.int32) for length in (1, NUM_TOKENS, 7, 16, 2)
+    ]
+    got = scores(case.rollout, case.prompts, completions)
+    expected = ref.trainer_logps(case.model, case.prompts, completions)
+    assert max_difference(got, expected) < TOLERANCE
+
+    completions[0] = completions[0][:0]
+    again = scores(case.rollout, case.prompts, completions)
+    assert len(again[0]) == 0
+    assert max_difference(again[1:], expected[1:]) < TOLERANCE
+
+
 def test_new_weights_arrive_in_every_parameter(case):
     """The engine, given other weights and then the first ones again, follows the trainer."""
     before = [row.tolist() for row in generate(case).tokens]
-    other = families.make(case.name, seed=99)
+    other = make(case.name, seed=99)
     case.rollout.update_params(params_of(other), (nnx.Param,))
     output = generate(case)
-    # Up to the first pad id, which the trainer masks.
-    tokens = [row[: int(np.append(row == ref.PAD_ID, True).argmax())] for row in output.tokens]
+    tokens = [row[:end] for row, end in zip(output.tokens, first_pads(output), strict=True)]
     rows = [i for i, row in enumerate(tokens) if len(row)]
     expected = ref.trainer_logps(
         other, [case.prompts[i] for i in rows], [tokens[i] for i in rows], temperature=0.0
@@ -149,59 +204,12 @@ def test_llama_rotates_as_tunix_does_not_as_its_config_says(caplog):
     ) in caplog.text
 
 
-GEMMA2_2B = {
-    "architectures": ["Gemma2ForCausalLM"],
-    "vocab_size": 256000,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 8192,
-    "hidden_act": "gelu_pytorch_tanh",
-    "hidden_activation": "gelu_pytorch_tanh",
-    "rope_theta": 10000.0,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-}
-GEMMA3_4B = {
-    **GEMMA2_2B,
-    "architectures": ["Gemma3ForCausalLM"],
-    "num_hidden_layers": 34,
-    "rope_theta": 1000000.0,
-    "rope_local_base_freq": 10000.0,
-    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-    "sliding_window": 1024,
-    "sliding_window_pattern": 6,
-    "attn_logit_softcapping": None,
-    "final_logit_softcapping": None,
-}
-QWEN3_30B_A3B = {
-    **GEMMA2_2B,
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_activation": None,
-    "rope_theta": 1000000.0,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "tie_word_embeddings": False,
-}
+PUBLISHED_CONFIGS = Path(__file__).parents[1] / "real_configs"
+QWEN3_30B_A3B = json.loads((PUBLISHED_CONFIGS / "qwen3-30b-a3b.json").read_text())
 PUBLISHED = {
-    "gemma2_2b": (families.gemma.ModelConfig.gemma2_2b, GEMMA2_2B),
-    "gemma3_4b": (families.gemma3.ModelConfig.gemma3_4b_it, GEMMA3_4B),
-    "qwen3_30b_a3b": (families.qwen3.ModelConfig.qwen3_30b_a3b, QWEN3_30B_A3B),
+    "gemma2_2b": (families.gemma.ModelConfig.gemma2_2b, "gemma-2-2b"),
+    "gemma3_4b": (families.gemma3.ModelConfig.gemma3_4b_it, "gemma-3-4b"),
+    "qwen3_30b_a3b": (families.qwen3.ModelConfig.qwen3_30b_a3b, "qwen3-30b-a3b"),
 }
 
 
@@ -209,7 +217,8 @@ PUBLISHED = {
 def test_tunix_computes_what_the_published_config_says(name, caplog):
     """So that a config.json beside Tunix's model neither warns nor changes anything."""
     make_config, published = PUBLISHED[name]
-    described = model_config_from_hf(published)
+    file = PUBLISHED_CONFIGS / f"{published}.json"
+    described = model_config_from_hf(json.loads(file.read_text()))
     with caplog.at_level(logging.WARNING):
         assert as_trained(described, make_config()) == described
     assert not caplog.records
@@ -250,11 +259,12 @@ def test_an_architecture_without_a_mapping_is_refused():
         mappings.to_rules(None, [], "Mamba")
 
 
-@pytest.mark.parametrize("name", ["qwen2_untied", "llama3_untied"])
+@pytest.mark.parametrize("name", ["qwen2_untied", "llama3_untied", "qwen3"])
 def test_the_shipped_mapping_of_tunix_agrees_with_ours(name):
-    model = families.make(name)
+    """So that a Tunix that ships another mapping some day is noticed here."""
+    model = ref.make_tunix_qwen3("gqa4_untied") if name == "qwen3" else families.make(name)
     names = list(named_params(model))
-    architecture = to_model_config(families.FAMILIES[name].config, context_length=64).architecture
+    architecture = to_model_config(model.config, context_length=64).architecture
     mapping = mappings.find_mapping(None, model)
     assert mapping is not None
     shipped = {rule.source: rule for rule in mappings.to_rules(mapping, names, architecture)}

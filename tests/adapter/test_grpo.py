@@ -6,11 +6,9 @@ import functools
 import gc
 from typing import Any
 
-import jax
 import numpy as np
 import psutil
 import pytest
-from flax import nnx
 from tunix.rl.grpo.grpo_learner import GRPOLearner
 from tunix.rl.rl_cluster import Mode
 from tunix.rl.rl_cluster import RLCluster as TunixRLCluster
@@ -71,24 +69,6 @@ def test_class_as_the_rollout_engine(closing, sizes):
 
 
 @pytest.mark.slow
-def test_partial_as_the_rollout_engine(closing):
-    """With options, configs for training and evaluation, and an evaluation."""
-    key = jax.random.PRNGKey(0)
-    configs = {
-        Mode.TRAIN: rollout_config(return_logprobs=True, seed=key),
-        Mode.EVAL: rollout_config(temperature=0.0),
-    }
-    parts = make_parts(rollout_engine=PARTIAL, rollout_config=configs)
-    parts.arguments["cluster_config"].training_config.eval_every_n_steps = 1
-    cluster: Any = TunixRLCluster(**parts.arguments)
-    closing.append(cluster.rollout)
-    learner = GRPOLearner(cluster, grpo_config(), [reward])
-    learner.train(list_batches(), list_batches()[:1])
-    check_trained(cluster)
-    assert not key.is_deleted()
-
-
-@pytest.mark.slow
 def test_rollout_worker_made_beforehand(closing):
     """As in the rollout's specification: a factory, then `rollout_worker=`."""
     parts = make_parts()
@@ -110,34 +90,6 @@ def test_rollout_worker_made_beforehand(closing):
 
 
 # ------------------------------------------------------------------ more of what Tunix does
-
-
-class CountingRollout(SglJaxRollout):
-    """Counts how often Tunix asks for log-probs."""
-
-    num_scored = 0
-
-    def get_per_token_logps(self, prompt_tokens, completion_tokens):
-        self.num_scored += 1
-        return super().get_per_token_logps(prompt_tokens, completion_tokens)
-
-
-@pytest.mark.soak
-def test_several_iterations_a_batch(closing):
-    """Tunix then needs the log-probs of the policy that sampled: asks for them, or has them."""
-    engine = functools.partial(CountingRollout, **PARTIAL.keywords)
-    parts = make_parts(
-        rollout_engine=engine,
-        rollout_config=rollout_config(return_logprobs=True),
-        max_steps=2 * NUM_STEPS,
-    )
-    cluster: Any = TunixRLCluster(**parts.arguments)
-    closing.append(cluster.rollout)
-    GRPOLearner(cluster, grpo_config(num_iterations=2), reward).train(list_batches())
-    assert cluster.rollout.num_scored == (
-        0 if tunix_releases.GRPO_USES_ROLLOUT_LOGPS else NUM_STEPS
-    )
-    check_trained(cluster)
 
 
 def test_old_log_probs_are_those_of_the_weights_that_sampled(closing):
@@ -259,17 +211,6 @@ def cache_config():
         num_kv_heads=MODEL["num_kv_heads"],
         head_dim=MODEL["head_dim"],
     )
-
-
-def test_the_model_itself_is_never_touched(closing):
-    """Neither the model that a worker was made of, nor its buffers."""
-    parts = make_parts()
-    before = jax.tree.map(np.array, nnx.state(parts.model, nnx.Param))
-    rollout = create_sgljax_rollout(parts.model, parts.arguments["tokenizer"], **PARTIAL.keywords)
-    closing.append(rollout)
-    cluster = RLCluster(**parts.arguments, rollout_worker=rollout)
-    cluster.generate(PROMPTS)
-    jax.tree.map(np.testing.assert_array_equal, before, nnx.state(parts.model, nnx.Param))
 
 
 # ------------------------------------------------------------------ many steps

@@ -48,7 +48,7 @@ def cases():
         marks = () if case == FAST else pytest.mark.soak
         yield pytest.param(case, id="-".join(case), marks=marks)
     name, rules = lora_models.WITH_EXPERTS
-    yield pytest.param((name, rules, "adapter"), id=f"{name}-adapter", marks=pytest.mark.slow)
+    yield pytest.param((name, rules, "adapter"), id=f"{name}-adapter", marks=pytest.mark.soak)
 
 
 @pytest.fixture(scope="module", params=cases())
@@ -169,16 +169,6 @@ def test_bad_pairs_are_named_and_the_old_ones_serve(serving, name):
         serving.rollout.update_params(params(serving.model), FILTER)
     assert serving.rollout.weight_version == version
     assert tokens_of(serving.rollout, PROMPTS) == serving.tokens
-
-
-@pytest.mark.slow
-def test_pairs_are_never_merged_into_merged_weights(serving):
-    for _ in range(3):
-        serving.rollout.update_params(lora_models.leaves(serving.model), FILTER)
-    assert tokens_of(serving.rollout, PROMPTS) == serving.tokens
-    assert serving.rollout.find_differing_weights(lora_models.leaves(serving.model)) == []
-    other = lora_models.draw(lora_models.make("gqa2_tied"), 5)
-    assert serving.rollout.find_differing_weights(other) != []
 
 
 def test_weights_without_pairs_are_not_made_again(serving):

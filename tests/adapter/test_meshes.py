@@ -177,39 +177,12 @@ print("meshes ok")
 """
 
 
-KV_COPIES = """
-import jax
-import numpy as np
-from jax.sharding import Mesh
-from tests import inside
-from tests import tunix_families as families
-from tests.adapter.helpers import new_rollout, params_of, tokens_of
-
-mesh = Mesh(np.array(jax.devices()).reshape(1, 4), ("fsdp", "tp"))
-model, other = families.make("gemma_mqa"), families.make("gemma_mqa", seed=1)
-prompts = families.make_prompts("gemma_mqa")
-single, rollout = new_rollout(model), new_rollout(model, mesh=mesh)
-for params in map(params_of, (other, model)):
-    for each in (single, rollout):
-        each.update_params(params)
-        assert each.find_differing_weights(params) == []
-    assert rollout.engine.get_weights_checksum() == single.engine.get_weights_checksum()
-    assert tokens_of(rollout, prompts) == tokens_of(single, prompts)
-pages = inside.runner(rollout.engine).kv_memory.kv.layers[0].k
-assert {shard.data.shape for shard in pages.addressable_shards} == {pages.shape}
-rollout.close()
-single.close()
-print("meshes ok")
-"""
-
-
 @pytest.mark.parametrize(
     "script",
     [
         pytest.param(GRPO, id="grpo", marks=pytest.mark.slow),
         pytest.param(DISJOINT, id="disjoint", marks=pytest.mark.soak),
         pytest.param(WEIGHTS, id="weights", marks=pytest.mark.soak),
-        pytest.param(KV_COPIES, id="kv_copies", marks=pytest.mark.soak),
     ],
 )
 def test_four_devices(script):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from tunix.rl.rl_cluster import Mode
@@ -16,7 +15,6 @@ from sgljax_engine import InvalidConfigError
 from tests.adapter.grpo_parts import EOS, PROMPTS, make_parts, rollout_config
 from tests.geometry import SMALL
 from tunix_sgljax import RLCluster, SglJaxRollout, create_sgljax_rollout
-from tunix_sgljax.rollout_config.modes import micro_batch_advice
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
 
@@ -29,14 +27,12 @@ def make_cluster(kind: str, configs: Any) -> Any:
     parts = make_parts(rollout_config=configs, rollout_engine=engine)
     if kind == "tunix":
         return TunixRLCluster(**parts.arguments)
-    if kind == "ours":
-        return RLCluster(**parts.arguments)
     tokenizer = parts.arguments["tokenizer"]
     worker = create_sgljax_rollout(model=parts.model, tokenizer=tokenizer, **SMALL)
     return RLCluster(**parts.arguments, rollout_worker=worker)
 
 
-@pytest.mark.parametrize("kind", ["tunix", "ours", "worker"])
+@pytest.mark.parametrize("kind", ["tunix", "worker"])
 def test_an_evaluation_longer_than_training(kind):
     """Vanilla's cache is as long as the longest config needs, and so is the engine's context."""
     configs = {
@@ -83,31 +79,6 @@ def test_a_training_config_longer_than_the_context(caplog):
             max_model_len=64,
         ).close()
     assert "TRAIN: max_prompt_length 60 + max_tokens_to_generate 8 = 68 exceeds" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("changes", "advice"),
-    [
-        (
-            {"train_micro_batch_size": 1},
-            "RLTrainingConfig.rollout_micro_batch_size is not set and follows "
-            "train_micro_batch_size: the engine gets 1 of a mini-batch's 2 prompts at a time; with "
-            "2 there it batches all of them, which is faster",
-        ),
-        ({"train_micro_batch_size": 1, "rollout_micro_batch_size": 1}, None),
-        ({"train_micro_batch_size": None}, None),
-        ({"train_micro_batch_size": None, "mini_batch_size": None}, None),
-        ({}, None),
-    ],
-)
-def test_advice_on_micro_batches(changes, advice):
-    arguments = make_parts(rollout_engine=SglJaxRollout).arguments
-    training = arguments["cluster_config"].training_config
-    for name, value in ({"rollout_micro_batch_size": None} | changes).items():
-        setattr(training, name, value)
-    cluster = SimpleNamespace(cluster_config=arguments["cluster_config"])
-    assert micro_batch_advice(cast(Any, cluster)) == advice
-    assert micro_batch_advice(None) is None
 
 
 def test_a_script_is_told_once_that_its_batches_come_in_parts(caplog):

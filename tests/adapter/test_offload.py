@@ -7,11 +7,9 @@ takes no lock for that, so calls of several threads, their signs and updates com
 from __future__ import annotations
 
 import gc
-import threading
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 from flax import nnx
 
@@ -135,14 +133,6 @@ def test_between_calls_the_rollout_holds_nothing_on_the_device(
     assert not caplog.records  # nothing was put to sleep or woken in vain
 
 
-def test_without_a_sign_nothing_sleeps(make_rollout, other_model):
-    rollout = make_rollout()
-    tokens_of(rollout, PROMPTS)
-    rollout.update_params(params_of(other_model), (nnx.Param,))
-    tokens_of(rollout, PROMPTS)
-    assert num_sleeps(rollout) == 0
-
-
 def test_the_sign_before_a_call_costs_nothing(make_rollout):
     rollout = make_rollout()
     rollout.update_params(EMPTY)
@@ -150,14 +140,6 @@ def test_the_sign_before_a_call_costs_nothing(make_rollout):
     rollout.engine.warmup()
     rollout.update_params(EMPTY)
     assert num_sleeps(rollout) == 0
-
-
-def test_micro_batches_of_one_call_sleep_once(make_rollout, expected):
-    rollout = make_rollout()
-    for num in (1, 2):
-        found = offloaded(rollout, lambda: [tokens_of(rollout, [prompt])[0] for prompt in PROMPTS])
-        assert found == expected
-        assert num_sleeps(rollout) == num
 
 
 def test_log_probs_of_given_tokens_wake_it_too(make_rollout, base, expected):
@@ -186,23 +168,6 @@ def test_kv_memory_is_released_between_micro_batches_as_well(make_rollout, base,
 
 
 # ------------------------------------------------------------------ many threads
-
-
-def test_threads_that_begin_at_once_wake_it_once(make_rollout, expected, monkeypatch):
-    rollout = make_rollout()
-    generate(rollout)
-    watch = Watch(rollout, monkeypatch)
-    barrier = threading.Barrier(len(PROMPTS))
-
-    def call(prompt):
-        barrier.wait(LIMIT_S)
-        (tokens,) = tokens_of(rollout, [prompt])
-        barrier.wait(LIMIT_S)  # so that all of them overlap
-        return tokens
-
-    calls = [start(lambda p=prompt: call(p)) for prompt in PROMPTS]
-    assert [future.result(LIMIT_S) for future in calls] == expected
-    assert watch.num_wakes == 1
 
 
 def test_signs_updates_and_calls_of_many_threads(make_rollout, model, base, expected, monkeypatch):
@@ -326,21 +291,6 @@ def test_it_sleeps_after_a_call_that_failed(make_rollout, base, expected):
     assert num_sleeps(rollout) == 2  # what never came to the engine did not wake it
     assert device_bytes() == base
     assert generate(rollout) == expected
-
-
-def test_a_call_that_fails_beside_another_leaves_that_one_alone(make_rollout):
-    rollout = make_rollout()
-    rollout.update_params(EMPTY)
-    gate_steps(rollout.engine)
-    long = start(lambda: tokens_of(rollout, PROMPTS[:1], max_tokens_to_generate=96))
-    while not state_of(rollout).running_batch_size:
-        assert not long.done()
-        take_steps(rollout.engine)
-    with pytest.raises(InvalidRequestError):
-        generate(rollout, TOO_LONG)
-    assert not long.done()
-    assert num_sleeps(rollout) == 0
-    long.result(LIMIT_S)
 
 
 def fail(*_, **__):
@@ -480,12 +430,3 @@ def test_closed_while_asleep(make_rollout, base):
     with pytest.raises(EngineShutdownError):
         generate(rollout)
     rollout.close()
-
-
-def test_closed_while_awake(make_rollout):
-    rollout = make_rollout()
-    tokens_of(rollout, PROMPTS)
-    rollout.close()
-    rollout.update_params(EMPTY)
-    with pytest.raises(EngineShutdownError):
-        np.asarray(tokens_of(rollout, PROMPTS))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import functools
 from typing import Any
 
@@ -13,7 +15,9 @@ from flax import nnx
 from tunix.rl.rl_cluster import Mode
 from tunix.rl.rl_cluster import RLCluster as TunixRLCluster
 
-from sgljax_engine import InvalidConfigError, InvalidRequestError
+from sgljax_engine import EngineShutdownError, InvalidConfigError
+from sgljax_engine.core import commands as cmd
+from tests import inside
 from tests import tunix_reference as ref
 from tests.adapter.grpo_parts import (
     MODEL,
@@ -28,49 +32,12 @@ from tests.adapter.grpo_parts import (
 from tests.adapter.helpers import params_of
 from tests.devices import run_python
 from tests.geometry import SMALL
-from tests.threads import LIMIT_S
+from tests.threads import LIMIT_S, gate_steps, start, take_steps, wait_for
 from tunix_sgljax import OverSampling, OverSamplingGrpoLearner, SglJaxRollout
-from tunix_sgljax.in_flight.outputs import PreparedOutputs, VersionedRolloutOutput
-from tunix_sgljax.long_tail.feed import ROW, PromptFeed
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
 
 NUM_PROMPTS = 12
-
-
-class TestFeed:
-    def batches(self, count=3, size=2):
-        return [
-            {"prompts": np.array([f"p{i * size + j}" for j in range(size)]), "n": np.arange(size)}
-            for i in range(count)
-        ]
-
-    def test_gives_tunix_the_same_batches(self):
-        batches = list(PromptFeed(self.batches()))
-        assert [batch["prompts"].tolist() for batch in batches] == [
-            ["p0", "p1"],
-            ["p2", "p3"],
-            ["p4", "p5"],
-        ]
-        assert [batch[ROW].tolist() for batch in batches] == [[0, 1], [2, 3], [4, 5]]
-        assert batches[0]["n"].tolist() == [0, 1]
-
-    def test_prompts_taken_early_are_owed_until_the_end(self):
-        feed = PromptFeed(self.batches())
-        assert next(feed)[ROW].tolist() == [0, 1]
-        assert [row.number for row in feed.take_early(1, is_owed=True)] == [2]
-        assert [batch[ROW].tolist() for batch in feed] == [[3, 4], [5, 2]]
-
-    def test_prompts_that_are_used_up_do_not_come_again(self):
-        feed = PromptFeed(self.batches())
-        next(feed)
-        assert len(feed.take_early(1, is_owed=False)) == 1
-        assert [batch[ROW].tolist() for batch in feed] == [[3, 4]]
-
-    def test_the_last_batch_may_be_smaller(self):
-        feed = PromptFeed([*self.batches(1, 3), *self.batches(1, 2)])
-        assert [len(batch["prompts"]) for batch in feed] == [3, 2]
-        assert feed.take_early(5, is_owed=True) == []
 
 
 class TestConfig:
@@ -95,29 +62,6 @@ class TestConfig:
     def test_groups_are_rounded(self):
         assert OverSampling(factor=1.25).num_asked(4) == 5
         assert OverSampling().num_asked(1) == 1
-
-
-def test_prepared_outputs_are_given_in_order():
-    prepared = PreparedOutputs()
-    assert prepared.take(2) is None
-    output = VersionedRolloutOutput(
-        text=["a", "b", "c"],
-        logits=[],
-        tokens=[np.array([1]), np.array([2]), np.array([3])],
-        left_padded_prompt_tokens=np.arange(3)[:, None],
-        logprobs=None,
-        weight_versions=[np.array([0])] * 3,
-    )
-    with prepared.giving(output):
-        first = prepared.take(2)
-        assert first is not None
-        assert first.text == ["a", "b"]
-        second = prepared.take(1)
-        assert second is not None
-        assert second.left_padded_prompt_tokens.tolist() == [[2]]
-        with pytest.raises(InvalidRequestError, match="asked for 1 completions, and 0"):
-            prepared.take(1)
-    assert prepared.take(1) is None
 
 
 # ------------------------------------------------------------------ trainings
@@ -279,8 +223,25 @@ def test_groups_with_known_rewards_end_early_without_advantage():
         is_known = int(prompts[0].split()[0]) % 2 == 0
         return [0.5 if is_known and len(text.split()) > 2 else None for text in completions]
 
-    run = Run(OverSampling(factor=1.5, known_rewards=known_rewards))
-    run.train()
+    # No sample ends by itself, and no step is taken before the known groups of the last one ended.
+    config = rollout_config(max_tokens_to_generate=24, max_prompt_length=16, eos_tokens=[])
+    over_sampling = OverSampling(factor=1.5, known_rewards=known_rewards)
+    run = Run(over_sampling, rollout_config=config)
+    engine = gate_steps(run.cluster.rollout.engine)
+    scheduler = inside.core(engine).scheduler
+
+    def known_have_ended():
+        lengths = collections.defaultdict(list)
+        for request in scheduler.requests():
+            lengths[request.prompt_ids[0]].append(len(request.output_ids))
+        return not any(first % 2 == 0 and min(each) > 4 for first, each in lengths.items())
+
+    call = start(run.train)
+    with contextlib.suppress(EngineShutdownError):  # at the end of the training
+        while not call.done():
+            take_steps(engine)
+            wait_for(lambda: inside.ask(engine, functools.partial(cmd.Run, known_have_ended)))
+    call.result(LIMIT_S)
     assert sorted(map(str, run.rewarded)) == all_prompts()
     num_ended, others = 0, []
     for example in run.examples:
@@ -305,15 +266,6 @@ def test_known_rewards_that_are_none_or_too_few_are_an_error(given):
     run = Run(OverSampling(known_rewards=known))
     with pytest.raises(InvalidConfigError, match="function known must return 4 numbers or None"):
         run.train()
-
-
-@pytest.mark.slow
-def test_without_more_groups_it_is_tunix_learner():
-    run = Run(OverSampling(factor=1.0, unfinished="drop")).train()
-    assert [str(prompt) for prompt in run.rewarded] == [
-        str(prompt) for batch in make_data() for prompt in batch["prompts"]
-    ]
-    assert check_ages(run, max_age=0) == (0, False)
 
 
 @pytest.mark.parametrize(

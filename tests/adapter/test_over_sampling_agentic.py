@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 from typing import Any
 
@@ -24,7 +23,6 @@ from tests.adapter.agentic_parts import (
 from tests.adapter.helpers import text_of
 from tests.threads import LIMIT_S, start
 from tunix_sgljax import OverSampling, OverSamplingAgenticGrpoLearner
-from tunix_sgljax.long_tail.agentic import PromptGate
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
 
@@ -44,34 +42,6 @@ def make_learner(cluster, over_sampling=None, *, config=None, **options):
         over_sampling=over_sampling,
         **options,
     )
-
-
-class TestGate:
-    def gate(self, num_open):
-        prompts = queue.Queue()
-        for first in (0, 2):
-            prompts.put({"prompts": np.arange(first, first + 2)})
-        prompts.put(None)
-
-        def divide(batch):
-            return ({"prompts": batch["prompts"][row : row + 1]} for row in range(2))
-
-        return PromptGate(prompts, num_open, lambda: 7, divide)
-
-    def test_opens_and_ends_after_the_last_prompt(self):
-        gate: Any = self.gate(3)
-        assert [gate.get()["prompts"].tolist() for _ in range(3)] == [[0], [1], [2]]
-        call = start(gate.get)
-        gate.open(2)
-        assert call.result(LIMIT_S)["prompts"].tolist() == [3]
-        assert gate.get() is None
-        assert gate.born == [7] * 4
-
-    def test_a_closed_one_lets_nobody_wait(self):
-        gate = self.gate(0)
-        call = start(gate.get)
-        gate.put(None)
-        assert call.result(LIMIT_S) is None
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from tests.adapter.helpers import (
     tokens_of,
 )
 from tests.geometry import SMALL
-from tunix_sgljax import SglJaxRollout, mismatch_report, padding
+from tunix_sgljax import SglJaxRollout, mismatch_report
 
 # Warnings of Tunix itself and of what it uses.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -193,12 +193,6 @@ def test_one_warning_for_each_rollout(make_rollout, caplog, end):
     assert f"pad and end tokens are both {end}" in record.getMessage()
 
 
-def test_no_warning_where_they_differ(make_rollout, caplog):
-    with caplog.at_level(logging.WARNING, logger="tunix_sgljax"):
-        make_rollout(tokenizer=EndingTokenizer(eos=1, pad=2))
-    assert not caplog.records
-
-
 @pytest.mark.parametrize("nothing", [None, -1])
 def test_a_tokenizer_with_neither_is_refused(model, nothing):
     with pytest.raises(InvalidConfigError, match=f"pad and end tokens are both {nothing}, which"):
@@ -216,21 +210,6 @@ def test_pad_ids_inside_a_prompt_are_kept(rollout, same, end):
     assert tokens_of(same, [inside], eos_tokens=None) == [want]
     without = [token for token in inside if token != end]
     assert tokens_of(same, [without], eos_tokens=None) != [want]
-
-
-def test_pad_ids_in_front_of_a_prompt_are_padding(same, end):
-    """As they are for Tunix's masks, which cannot tell them from padding."""
-    output = same.generate(texts_of([[end, end, 5, 9], [5, 9]]), config_of())
-    np.testing.assert_array_equal(*output.left_padded_prompt_tokens)
-    np.testing.assert_array_equal(*output.tokens)
-
-
-def test_bos_may_be_the_pad_id(make_rollout, model, end):
-    """Then Tunix's samplers and trainers never see it, and neither does the engine."""
-    tokenizer = EndingTokenizer(eos=end, pad=end, bos=end)
-    rollout = make_rollout(tokenizer=tokenizer)
-    config = config_of(top_p=None, return_logprobs=False)
-    check_like_vanilla(rollout, model, tokenizer, texts_of(PROMPTS), config)
 
 
 def test_a_prompt_of_pad_ids_alone_is_refused(same, end):
@@ -288,26 +267,3 @@ def test_a_mismatch_report_says_which_prompts_the_trainer_sees_otherwise(same, m
 
 
 # ------------------------------------------------------------------ the parts
-
-
-def test_ends_of_padded_rows():
-    rows = np.array([[0, 0, 5, 0, 6, 0], [0, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6]])
-    assert [row.tolist() for row in padding.unpad_prompts(rows, 0)] == [
-        [5, 0, 6, 0],
-        [],
-        [1, 2, 3, 4, 5, 6],
-    ]
-    assert padding.completion_mask(rows, 0).astype(int).tolist() == [
-        [1, 1, 1, 1, 1, 0],
-        [0] * 6,
-        [1] * 6,
-    ]
-    assert padding.strip_prompt([0, 0, 5, 0], 0) == [5, 0]
-
-
-@pytest.mark.parametrize(
-    ("ids", "ends", "expected"),
-    [([4, 3], (3,), 1), ([4, 3], (4,), 2), ([4, 3, 4], (3, 4), 3), ([3], (3,), 0), ([], (3,), 0)],
-)
-def test_tokens_before_a_hidden_end(ids, ends, expected):
-    assert padding.num_before_end(ids, 3, ends) == expected

@@ -7,17 +7,13 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import optax
 import pytest
 from tunix.rl.grpo.grpo_learner import GRPOLearner
-from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
-from tunix.rl.rl_cluster import RLCluster, Role
-from tunix.rl.utils import create_critic_model
+from tunix.rl.rl_cluster import RLCluster
 from tunix.sft.metrics_logger import MetricsLoggerOptions
 
 from sgljax_engine import EngineCounters, InvalidConfigError, NonFiniteLogitsError
 from tests import tunix_reference as ref
-from tests.adapter import agentic_parts
 from tests.adapter.grpo_parts import (
     MODEL,
     NUM_GENERATIONS,
@@ -26,7 +22,6 @@ from tests.adapter.grpo_parts import (
     grpo_config,
     list_batches,
     make_parts,
-    one_device_mesh,
     reward,
 )
 from tests.adapter.helpers import tokens_of
@@ -109,58 +104,6 @@ def test_grpo(tmp_path):
     assert counters.pause_s > 0
     assert of["aborted"] == of["failed_steps"] == of["retractions"] == [0.0] * NUM_STEPS
     assert "actor/train/loss" in scalars
-
-
-@pytest.mark.soak
-@pytest.mark.filterwarnings("ignore:scatter inputs:FutureWarning")  # of Tunix's trainer
-def test_ppo(tmp_path):
-    model = ref.make_tunix_qwen3(MODEL | {"use_tied_embedding": False})
-    mesh = one_device_mesh()
-    roles = (Role.ACTOR, Role.REFERENCE, Role.ROLLOUT, Role.CRITIC)
-    parts = make_parts(rollout_engine=ENGINE, meshes=dict.fromkeys(roles, mesh))
-    parts.arguments["actor"] = model
-    parts.arguments["reference"] = ref.make_tunix_qwen3(MODEL | {"use_tied_embedding": False})
-    parts.arguments["critic"] = create_critic_model(model)
-    training = parts.arguments["cluster_config"].training_config
-    training.critic_optimizer = optax.adam(1e-2)
-    log_to(parts, tmp_path)
-    cluster: Any = RLCluster(**parts.arguments)
-    log_rollout_metrics(cluster)
-
-    def even_tokens(prompts, completions, **_):
-        assert len(prompts) == len(completions)
-        return [float(len(text) % 2) for text in completions]
-
-    PPOLearner(cluster, PPOConfig(), even_tokens).train(list_batches())
-    counters = cluster.rollout.engine.get_internal_state().counters
-    cluster.rollout.close()
-    scalars = read_scalars(tmp_path)
-    check_steps(scalars, counters)
-    assert {"critic/train/loss", "actor/train/loss"} <= set(scalars)
-
-
-@pytest.mark.soak
-def test_agentic(tmp_path):
-    """Through our learner, whose episodes are in flight at each sync."""
-    options = MetricsLoggerOptions(log_dir=str(tmp_path), flush_every_n_steps=1)
-    cluster = agentic_parts.make_cluster(
-        num_steps=NUM_STEPS, training={"metrics_logging_options": options}
-    )
-    log_rollout_metrics(cluster)
-    agentic_parts.train(agentic_parts.make_learner(cluster), NUM_STEPS)
-    cluster.rollout.close()
-    scalars = read_scalars(tmp_path)
-    for name in ALWAYS:
-        # The next step's episodes may be over at a sync, so that a step has none, and no rates.
-        steps = [step for step, _ in scalars[f"rollout/train/{name}"]]
-        assert steps in ([0], [0, 1]), name
-    for name in ("requests", "output_tokens", "sync_s", "decode_s", "weight_version"):
-        assert [step for step, _ in scalars[f"rollout/train/{name}"]] == [0, 1], name
-    requests = sum(value for _, value in scalars["rollout/train/requests"])
-    assert requests == NUM_STEPS * agentic_parts.PER_STEP * agentic_parts.GROUP
-    assert [value for _, value in scalars["rollout/train/weight_version"]] == [1.0, 2.0]
-    assert cluster.metrics["rollout/requests"]  # external loggers have them too
-    assert [step for step, _ in scalars["weight_lag/train/mean"]] == [0, 1]
 
 
 def test_stop_and_other_rollouts():

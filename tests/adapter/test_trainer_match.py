@@ -94,10 +94,7 @@ def assert_equal(got, expected):
 # ------------------------------------------------------------------ the same bits
 
 
-@pytest.mark.parametrize(
-    "name",
-    tiered(MAKERS, ["qwen3"]),
-)
+@pytest.mark.parametrize("name", tiered(MAKERS, ["qwen3"], ["qwen3-bfloat16", "gemma2"]))
 def test_log_probs_are_the_trainers_to_the_bit(name):
     model = MAKERS[name]()
     prompts = [ids % 95 + 1 for ids in PROMPTS]  # in every vocabulary
@@ -115,9 +112,7 @@ def test_log_probs_are_the_trainers_to_the_bit(name):
     assert max_difference(found["trainer_logprobs"].logprobs, expected) > 0
 
 
-@pytest.mark.parametrize(
-    "sampling", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 9}]
-)
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.7, "top_k": 9}])
 def test_temperatures_and_filters(matching, model, sampling):
     output = generate(matching(), **sampling)
     assert_equal(output.logprobs, trainers(model, PROMPTS, output.tokens, sampling["temperature"]))
@@ -236,9 +231,8 @@ def sample_across_an_update(rollout, other_model):
     return call, rollout._match.versions
 
 
-@pytest.mark.parametrize("mode", ["retract", "in_place"])
-def test_each_token_is_scored_under_the_weights_that_sampled_it(matching, model, other_model, mode):
-    rollout = matching(weight_update_mode=mode)
+def test_each_token_is_scored_under_the_weights_that_sampled_it(matching, model, other_model):
+    rollout = matching()
     call, held = sample_across_an_update(rollout, other_model)
     assert held == [0, 1]
     output = call.result(LIMIT_S)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 import json
 from pathlib import Path
@@ -17,27 +16,21 @@ from safetensors.numpy import save_file
 from tunix.models.gemma.model import AttentionType
 from tunix.models.gemma3.model import QueryPreAttentionNormalisation
 from tunix.models.gemma4 import model as gemma4
-from tunix.rl.grpo.grpo_learner import GRPOLearner
-from tunix.rl.rl_cluster import RLCluster
 from tunix.sft.checkpoint_manager import CheckpointManager
 
 from sgljax_engine import (
     Engine,
-    SamplingParams,
     load_model_config,
     read_hf_tensors,
     to_hf_tensors,
     write_hf_tensors,
 )
 from tests import tunix_families as families
-from tests import tunix_reference as ref
-from tests.adapter.grpo_parts import MODEL, grpo_config, list_batches, make_parts, reward
-from tests.adapter.helpers import max_difference, named_params
+from tests.adapter.helpers import named_params
 from tests.engine.models import spread_weights
 from tests.engine.small_tokenizers import GOLDEN
 from tests.geometry import SMALL
 from tests.tiers import tiered
-from tunix_sgljax import SglJaxRollout
 from tunix_sgljax.cli.convert import parse_size
 from tunix_sgljax.cli.main import main
 from tunix_sgljax.mappings import to_rules
@@ -262,78 +255,25 @@ def test_gemma_1_whose_folders_tunix_does_not_load():
     assert set(read_hf_tensors(GOLDEN / "gemma_mqa")) == set(tensors)
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Two GRPO steps with checkpoints; the rollout and the folders."""
-    root = tmp_path_factory.mktemp("grpo")
-    parts = make_parts(rollout_engine=functools.partial(SglJaxRollout, **SMALL))
-    training_config = parts.arguments["cluster_config"].training_config
-    training_config.checkpoint_root_directory = str(root / "checkpoints")
-    cluster: Any = RLCluster(**parts.arguments)
-    learner = GRPOLearner(rl_cluster=cluster, algo_config=grpo_config(), reward_fns=reward)
-    with parts.mesh:
-        learner.train(list_batches())
-    base = root / "base"
-    base.mkdir()
-    hf_config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "vocab_size": MODEL["vocab_size"],
-        "hidden_size": MODEL["embed_dim"],
-        "intermediate_size": MODEL["hidden_dim"],
-        "num_hidden_layers": MODEL["num_layers"],
-        "num_attention_heads": MODEL["num_heads"],
-        "num_key_value_heads": MODEL["num_kv_heads"],
-        "head_dim": MODEL["head_dim"],
-        "rms_norm_eps": MODEL["norm_eps"],
-        "rope_theta": MODEL["rope_theta"],
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 128,
-        "torch_dtype": "float32",
-    }
-    (base / "config.json").write_text(json.dumps(hf_config))
-    weights = {k: np.asarray(v) for k, v in named_params(ref.make_tunix_qwen3(MODEL)).items()}
-    rules = to_rules(None, weights, "Qwen3ForCausalLM")
-    tensors = to_hf_tensors(load_model_config(base), weights, rules)
-    # As some folders do, with a copy of the embeddings that the head is tied to.
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    write_hf_tensors(tensors, base, max_shard_bytes=10**9)
-    yield cluster.rollout, root
-    cluster.rollout.close()
-
-
-@pytest.mark.slow
-def test_the_converted_model_samples_as_the_rollout_of_the_trained_one(trained, tmp_path):
-    rollout, root = trained
-    output = tmp_path / "out"
-    assert convert(root / "checkpoints", "--base", root / "base", "--output", output) == 0
-    assert not np.array_equal(
-        tensors_of(output)["model.norm.weight"], tensors_of(root / "base")["model.norm.weight"]
-    )
-    prompts = [ids.tolist() for ids in ref.make_prompts(64, (3, 5, 9), seed=1)]
-    params = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
-    wanted = rollout.engine.generate_requests(prompts, params)
-    with Engine(output, **SMALL) as engine:
-        got = engine.generate_requests(prompts, params)
-    assert [out.output_ids for out in got] == [out.output_ids for out in wanted]
-    logprobs = [[np.array(out.logprobs) for out in outputs] for outputs in (got, wanted)]
-    assert max_difference(*logprobs) < 1e-5
-
-
-@pytest.mark.slow
-def test_steps(trained, tmp_path, capsys):
-    _, root = trained
-    actor = root / "checkpoints" / "actor"
-    steps = sorted(int(entry.name) for entry in actor.iterdir())
-    base = ["--base", root / "base", "--quiet"]
-    assert convert(actor, *base, "--step", steps[-1], "--output", tmp_path / "a") == 0
-    one = actor / str(steps[-1])
+def test_steps(tmp_path, capsys):
+    model, actor = load_into_tunix("qwen3_gqa_tied"), tmp_path / "root" / "actor"
+    for step in (1, 2):
+        save(model, actor, step)
+        model.final_norm.w[...] = 2 * model.final_norm.w[...]
+    base = ["--base", BASE, "--quiet"]
+    assert convert(actor, *base, "--step", 2, "--output", tmp_path / "a") == 0
+    one = actor / "2"
     assert convert(one, *base, "--output", tmp_path / "b") == 0
     assert convert(one / "model_params", *base, "--output", tmp_path / "c") == 0
-    assert_same(tensors_of(tmp_path / "a"), tensors_of(tmp_path / "b"))
-    assert_same(tensors_of(tmp_path / "a"), tensors_of(tmp_path / "c"))
+    assert convert(actor, *base, "--step", 1, "--output", tmp_path / "first") == 0
+    a, b, c, first = (tensors_of(tmp_path / name) for name in ("a", "b", "c", "first"))
+    assert_same(a, b)
+    assert_same(a, c)
+    assert_same(first, tensors_of(BASE))
+    np.testing.assert_array_equal(a["model.norm.weight"], 2 * first["model.norm.weight"])
     assert capsys.readouterr().err == ""
     assert convert(actor, *base, "--step", 999, "--output", tmp_path / "d") == 2
-    assert f"has no step 999; it has {steps}" in capsys.readouterr().err
+    assert "has no step 999; it has [1, 2]" in capsys.readouterr().err
     assert convert(one, *base, "--step", 999, "--output", tmp_path / "d") == 2
     assert "is one checkpoint, but step 999 is asked for" in capsys.readouterr().err
 
@@ -364,25 +304,25 @@ def test_dtype_and_shards(tmp_path):
     assert load_model_config(again) == load_model_config(BASE)
 
 
-@pytest.mark.slow
-def test_names_that_do_not_fit_are_all_listed(trained, tmp_path, capsys):
-    _, root = trained
+def test_names_that_do_not_fit_are_all_listed(tmp_path, capsys):
+    save(load_into_tunix("qwen3_gqa_tied"), tmp_path / "root" / "actor", 1)
     base = tmp_path / "base"
     base.mkdir()
-    (base / "config.json").write_text((root / "base" / "config.json").read_text())
-    tensors = read_hf_tensors(root / "base")
+    (base / "config.json").write_text((BASE / "config.json").read_text())
+    tensors = read_hf_tensors(BASE)
     tensors["extra.weight"] = tensors.pop("model.norm.weight")
     write_hf_tensors(tensors, base, max_shard_bytes=10**9)
-    argv = [root / "checkpoints", "--base", base, "--output", tmp_path / "out"]
+    argv = [tmp_path / "root", "--base", base, "--output", tmp_path / "out"]
     assert convert(*argv) == 2
     message = capsys.readouterr().err
     assert "'extra.weight' of" in message
     assert "'model.norm.weight' is not in" in message
-    assert convert(root / "checkpoints", "--base", BASE, "--output", tmp_path / "out") == 2
+    other = GOLDEN / "qwen3_mqa_untied"
+    assert convert(tmp_path / "root", "--base", other, "--output", tmp_path / "out") == 2
     message = capsys.readouterr().err
     assert "weights do not fit the model (" in message
-    assert "'embedder.input_embedding' [64, 32] for 'model.embed_tokens.weight'" in message
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["base"]
+    assert "for 'model." in message
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

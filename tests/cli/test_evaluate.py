@@ -2,19 +2,15 @@
 
 import itertools
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-import hf_folder
 from tests.training.tiny import write_config
 from tunix_sgljax.cli.main import main
 from tunix_sgljax.training.evaluation import pass_at_k
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix and orbax
-
-DEMO = Path(hf_folder.__file__).parents[1] / "configs/grpo_addition.yaml"
 
 
 def evaluate(*words):
@@ -119,38 +115,3 @@ def test_a_checkpoint_has_the_reward_that_its_training_measured(tmp_path, capsys
     other = ["actor_model_config.shape.embed_dim=64", "actor_model_config.lora_config=null"]
     assert evaluate("--config", path, *other) == 2
     assert ("holds LoRA pairs" if lora else "has shape") in capsys.readouterr().err
-
-
-@pytest.mark.soak
-def test_the_demos_model_as_a_file_and_as_a_folder(tmp_path, capsys):
-    folder = tmp_path / "addition_hf"
-    assert hf_folder.main([str(folder)]) == 0
-    words = ["--config", DEMO, "--split", "train", "--num-prompts", 8, f"output_dir={tmp_path}"]
-    words.append("sgljax_config.max_running_requests=16")  # no engine option of tests: the demo's
-    assert evaluate(*words, "--temperature", 0) == 0
-    as_file = read(tmp_path)
-    assert evaluate(*words, "--temperature", 0, "--model", folder) == 0
-    as_folder = read(tmp_path)
-    assert as_folder["samples"] == as_file["samples"]
-    assert as_file["weights"]["path"].endswith("addition_sft.safetensors")
-    assert as_folder["weights"] == {
-        "kind": "folder",
-        "path": str(folder),
-        "step": 0,
-        "has_lora": False,
-    }
-    assert as_file["mean_reward"] == as_file["pass_at_k"]["1"] >= 0.75
-    lines = capsys.readouterr().out.splitlines()
-    assert f"weights: the folder {folder}" in lines
-    assert "8 prompts of addition_task:problem_rows, 1 completion(s) each, greedy" in lines
-
-    assert evaluate(*words, "--num-samples", 2, "--model", folder, "--pass-reward", 0.5) == 0
-    sampled = read(tmp_path)
-    passed = np.array([sample["rewards"] for sample in sampled["samples"]]) >= 0.5
-    assert passed.shape == (8, 2)
-    assert sampled["mean_reward"] == pytest.approx(passed.mean())
-    assert sampled["pass_at_k"] == {
-        "1": pytest.approx(passed.mean()),
-        "2": pytest.approx(passed.any(axis=1).mean()),
-    }
-    assert any(len(set(sample["completions"])) == 2 for sample in sampled["samples"])

@@ -7,19 +7,16 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from omegaconf.errors import OmegaConfBaseException
 
 import addition_task
 import grpo_async
 import make_multiples_checkpoint
 import multiples_task
-from addition_task import Tokenizer
 from multiples_task import MAX_COUNT, MAX_NEW_TOKENS, MAX_PROMPT_LENGTH, Multiple
 from tests.tiers import tiered
 
 QUICK_COMPILE = "that the example runs and what it reports"
 
-CONFIG = grpo_async.ROOT / "configs/grpo_async.yaml"
 CHECKPOINT = grpo_async.ROOT / "examples/data/multiples_sft.safetensors"
 
 
@@ -44,22 +41,6 @@ def test_lengths_have_a_long_tail():
     lengths = [len(multiples_task.sample_problem(rng).solution) for _ in range(2000)]
     assert np.mean(lengths) > 1.25 * np.median(lengths)
     assert np.max(lengths) > 3.5 * np.mean(lengths)
-
-
-def test_batches_of_demonstrations_are_padded_little():
-    data = make_multiples_checkpoint.batches(8, corrupted=0.5, seed=0)
-    filled = []
-    for _, batch in zip(range(2 * make_multiples_checkpoint.POOL), data, strict=False):
-        assert batch.tokens.shape == batch.is_target.shape
-        assert batch.tokens.shape[1] % make_multiples_checkpoint.WIDTH_STEP == 0
-        is_real = batch.tokens != Tokenizer().pad_id()  # not computed
-        assert not batch.is_target[~is_real].any()
-        filled.append(is_real.mean())
-        for row, is_target in zip(batch.tokens, batch.is_target, strict=True):
-            prompt = Tokenizer().decode(row[~is_target].tolist())
-            completion = Tokenizer().decode(row[is_target].tolist())
-            assert completion.startswith(Multiple.parse(prompt).scratchpad)
-    assert np.mean(filled) > 0.6
 
 
 def test_shipped_checkpoint():
@@ -94,17 +75,6 @@ def test_graders_take_the_same_time_whatever_the_updates():
     assert 0.2 < np.median(seconds) < 0.3
     assert 1 < max(seconds) <= grader.max_s
     assert set(waits(1, grpo_async.GraderSettings())) == {0.0}
-
-
-def test_config_is_the_default():
-    assert grpo_async.load_settings(CONFIG) == grpo_async.Settings()
-
-
-def test_config_refuses_unknown_keys(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text("max_concurrency: 3\n")
-    with pytest.raises(OmegaConfBaseException):
-        grpo_async.load_settings(path)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Tunix uses deprecated parts of JAX.

@@ -20,7 +20,7 @@ from agent_process import AgentError, AgentProcess
 from agentic_parts import GrpoSettings
 from calculator import MAX_RESPONSE_LENGTH, MAX_TURNS, Tokenizer
 from grpo_remote_agent import assert_exact, train
-from grpo_tools import Settings, load_settings
+from grpo_tools import Settings
 from remote_steps import RemoteStep
 from sgljax_engine.server.generation import Generation
 from tests.threads import LIMIT_S, start, wait_for
@@ -30,7 +30,6 @@ from tunix_sgljax.cli.interrupt import Interrupts
 QUICK_COMPILE = "that the example runs and what it reports"
 
 EXAMPLES = Path(grpo_remote_agent.__file__).parent
-CONFIG = grpo_remote_agent.ROOT / "configs/grpo_remote_agent.yaml"
 SHORT = Settings(
     steps=3, off_policy_steps=1, grpo=GrpoSettings(prompts_per_step=2, num_generations=8)
 )
@@ -44,11 +43,6 @@ def program(*lines):
 def lose_the_agent():
     with AgentProcess(program("sys.exit(3)"), {}) as agent:
         agent.play("one")
-
-
-def test_config():
-    grpo = GrpoSettings(learning_rate=3e-4)
-    assert load_settings(CONFIG) == Settings(off_policy_steps=1, grpo=grpo)
 
 
 @pytest.mark.parametrize(

@@ -8,27 +8,23 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from omegaconf.errors import OmegaConfBaseException
 
 import addition_task
 import calculator_task
 import grpo_tools
 import make_calculator_checkpoint
-import tools_report
 from calculator import (
     END_OF_TURN,
     MAX_PROMPT_LENGTH,
     MAX_RESPONSE_LENGTH,
     MAX_TURNS,
     Calculation,
-    Call,
     Tokenizer,
 )
 from calculator_task import CalculatorAgent, CalculatorEnvironment, ChatParser
 
 QUICK_COMPILE = "that the example runs and what it reports"
 
-CONFIG = grpo_tools.ROOT / "configs/grpo_tools.yaml"
 CHECKPOINT = grpo_tools.ROOT / "examples/data/calculator_sft.safetensors"
 PROBLEM = Calculation(37, (58, -21))
 
@@ -62,13 +58,6 @@ def test_all_numbers_have_two_digits():
     assert min(numbers) >= 10
     assert max(numbers) <= 99
     assert {number > 0 for problem in problems for number in problem.others} == {True, False}
-
-
-def test_results_of_calls():
-    for call, result in PROBLEM.calls:
-        found = Call.find(call)
-        assert found is not None
-        assert found.result == result
 
 
 @pytest.mark.parametrize(
@@ -159,25 +148,6 @@ def test_shipped_checkpoint():
     assert 0.1 < float(metadata["exact_match"]) < 0.7
 
 
-def test_config_is_the_default():
-    assert grpo_tools.load_settings(CONFIG) == grpo_tools.Settings()
-
-
-def test_config_refuses_unknown_keys(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text("max_turns: 3\n")
-    with pytest.raises(OmegaConfBaseException):
-        grpo_tools.load_settings(path)
-
-
-def test_masks_are_shown():
-    tokenizer = Tokenizer()
-    prompt = np.array([0, 0, 1, *tokenizer.encode("Q: 1+2= A:")])
-    ids = np.array([*tokenizer.encode("<calc>1+2</calc>| 3 3|"), 0, 0])
-    is_trained = np.array([True] * 17 + [False] * 3 + [True] * 2 + [False] * 2)
-    assert grpo_tools.show_masks(prompt, ids, is_trained) == "Q: 1+2= A: <calc>1+2</calc>| [ 3 ] 3|"
-
-
 def run(tmp_path, *options):
     config = tmp_path / "config.yaml"
     config.write_text("grpo: {prompts_per_step: 2, num_generations: 4, beta: 0.0}\n")
@@ -220,23 +190,3 @@ def test_two_steps(tmp_path, capsys):
 def test_without_the_prefix_cache_nothing_comes_from_it(tmp_path):
     content = run(tmp_path, "--steps", "1", "--no-prefix-cache")
     assert [step["cached"] for step in content["steps"]] == [0.0]
-
-
-def test_summary():
-    steps = [
-        tools_report.ToolStep(
-            step=step,
-            reward=step / 20,
-            turns=1 + step / 10,
-            cached=0.5 if step <= 10 else 0.75,
-            num_prompt_tokens=100 if step <= 10 else 300,
-            step_s=9.0 if step <= 3 else 2.0,
-        )
-        for step in range(1, 21)
-    ]
-    summary = tools_report.summarize(steps)
-    assert summary["last_reward"] - summary["first_reward"] == pytest.approx(0.5)  # not computed
-    assert summary["last_turns"] - summary["first_turns"] == pytest.approx(1.0)  # not computed
-    assert summary["cached"] == pytest.approx((0.5 * 100 + 0.75 * 300) / 400)  # not computed
-    assert summary["step_s"] == 2.0
-    assert len(tools_report.format_table(steps).splitlines()) == 1 + 2

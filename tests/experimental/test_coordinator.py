@@ -30,7 +30,7 @@ from sgljax_engine import InvalidConfigError
 from tests import tunix_reference as ref
 from tests.adapter.agentic_parts import LineParser
 from tests.adapter.helpers import params_of
-from tests.experimental.parts import PROMPTS, TEXTS, greedy_tokens, new_sampler, run, sync_request
+from tests.experimental.parts import PROMPTS, TEXTS, greedy_tokens, new_sampler, run
 from tunix_sgljax.experimental import InProcessSource, InProcessTransport, SglJaxRolloutWorker
 
 NUM_TOKENS = 6
@@ -155,28 +155,6 @@ def test_weights_of_one_that_fails_are_published_nowhere(fleet, model, other_mod
     assert len(run(scenario())) == len(TEXTS)
     assert fleet.samplers[0].policy_version == 0
     assert fleet.samplers[0].get_weight_sync_status()["phase"] == "aborted"
-
-
-def test_calls_of_older_rounds_leave_a_worker_open(fleet):
-    (worker, _), (sampler, _) = fleet.workers, fleet.samplers
-    older, newer = (sync_request(fleet.trained, version=key, key=key) for key in (1, 2))
-
-    async def scenario():
-        await worker.pre_weight_sync(newer)
-        await worker.weight_sync(newer)
-        assert worker.heartbeat().policy_version == 0  # staged only
-        await worker.post_weight_sync(newer)
-        for late in (worker.pre_weight_sync, worker.weight_sync, worker.post_weight_sync):
-            with pytest.raises(RuntimeError, match="older"):
-                await late(older)
-        await worker.abort_weight_sync(newer)  # too late
-        assert worker.state == WorkerState.READY
-        assert (await worker.get_weight_sync_status())["phase"] == "committed"
-        output = await worker.sample_prompts(TEXTS[0], max_generation_steps=2)
-        assert len(output.tokens[0]) == 2
-
-    run(scenario())
-    assert sampler.policy_version == 2
 
 
 # ------------------------------------------------------------------ episodes

@@ -196,19 +196,6 @@ def test_equal_seeds_draw_different_samples_again_and_again(model):
 # ------------------------------------------------------------------ many at a time
 
 
-def test_concurrent_calls_share_batches(sampler, model):
-    async def scenario():
-        await sampler.pause()
-        tasks = [asyncio.create_task(sampler.sample(request(text))) for text in TEXTS * 2]
-        await wait_until(sampler, lambda state: state.waiting_queue_size == len(tasks))
-        await sampler.resume()
-        return await asyncio.gather(*tasks)
-
-    assert tokens_of(run(scenario())) == greedy_tokens(model) * 2
-    state = sampler._rollout.engine.get_internal_state()
-    assert state.counters.max_decode_batch >= 6
-
-
 def test_a_cancelled_task_aborts_its_request(model):
     async def scenario(sampler):
         task = await start_long(sampler)

@@ -401,35 +401,6 @@ def test_a_source_needs_parameters():
         run(source.prepare_weight_sync())
 
 
-def test_a_lora_actor_syncs_its_pairs_alone():
-    """They are staged merged into the base, which came once."""
-    model = lora_models.make("gqa2_tied")
-    lora_models.draw(model, seed=1)
-    transport = InProcessTransport()
-    source = InProcessSource(transport, lambda: lora_models.leaves(model))
-
-    async def scenario(sampler):
-        before = await greedy(sampler)
-        lora_models.draw(model, seed=2)
-        (theirs,) = await source.prepare_weight_sync()
-        (ours,) = await sampler.get_weight_sync_metadata()
-        assert theirs.variables == ours.variables
-        for unit in (theirs, ours):
-            transport.register_work_unit(unit)
-        wanted = sync_request(None, key=1)
-        await sampler.pre_weight_sync(wanted)
-        assert transport.transfer([theirs.unit], [ours.unit], req_id="r1").success
-        await sampler.weight_sync(wanted)
-        assert sampler._rollout.find_differing_weights(lora_models.leaves(model)) != []
-        await sampler.post_weight_sync(wanted)
-        assert sampler._rollout.find_differing_weights(lora_models.leaves(model)) == []
-        assert await greedy(sampler) != before
-
-    with new_sampler(model, transport=transport) as sampler:
-        sampler.initialize()
-        run(scenario(sampler))
-
-
 def test_a_lora_actors_base_is_the_one_that_serves():
     """A whole state that was called off brings no base; one that was published does."""
     model, other = (lora_models.make(name) for name in ("gqa2_tied", "gqa2_tied"))

@@ -17,6 +17,7 @@ from sgljax_engine import Engine, EngineError, InvalidRequestError, WeightLoadEr
 from tests.folders import ours
 from tests.folders.adapter_cases import FAMILIES, OTHERS, PLAIN, cases
 from tests.geometry import SMALL
+from tests.tiers import tiered
 
 ANSWERS = Path(__file__).with_name("adapter_answers.npz")
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -61,10 +62,7 @@ def answers():
         return json.loads(stored["facts"].tobytes()), stored["logprobs"]
 
 
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(name, marks=() if name == "qwen3" else pytest.mark.slow) for name in FAMILIES],
-)
+@pytest.mark.parametrize("family", tiered(FAMILIES, ["qwen3"], ["gemma2"]))
 def test_a_folder_means_what_peft_makes_of_it(family):
     facts, rows = answers()
     equal = 0

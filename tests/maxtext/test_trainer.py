@@ -97,13 +97,6 @@ def test_checkpoints_are_written_and_continue(tmp_path):
     assert len(again.texts) == 2  # steps 3 and 4
 
 
-def test_a_key_that_maxtext_does_not_know(tmp_path):
-    argv = ["maxtext", "rl", *recipe.words(tmp_path, 1, "no_such_key=1")]
-    with pytest.raises(InvalidConfigError, match="no_such_key"):
-        cli.find_command("maxtext").run(cli.make_parser(argv).parse_args(argv))
-    assert TRAINER not in sys.modules
-
-
 def test_a_model_that_the_engine_lacks_is_refused_before_it_is_made(tmp_path):
     """MaxText would train it; the message names the field of MaxText's config."""
     argv = ["maxtext", "rl", *recipe.words(tmp_path, 1, "fused_qkv=True")]

@@ -27,8 +27,8 @@ from tests.process.scenes import tell
 from tunix_sgljax import AgenticGrpoLearner, OverSampling, OverSamplingGrpoLearner, SglJaxRollout
 
 NUM_STEPS = 10**6
-LONG_STEP = 200_000
-"""Prompts of a step that takes hours, two a call."""
+LONG_STEP = 20_000
+"""Prompts of a step that takes many minutes, two a call."""
 
 
 class Asker:
@@ -70,7 +70,7 @@ def cluster_of(**training: Any) -> Any:
 
 
 def sampling(asker: Asker) -> None:
-    """The learner's thread samples, in a step that takes hours."""
+    """The learner's thread samples, in a step that takes many minutes."""
     cluster = cluster_of(mini_batch_size=LONG_STEP)
     learner = GRPOLearner(cluster, grpo_parts.grpo_config(), asker.reward)
     learner.train(endless(LONG_STEP))

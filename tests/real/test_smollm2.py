@@ -50,7 +50,7 @@ def test_tokenizer_is_the_files(tokenizer, golden):
     assert list(texts.string_digests(tokenizer.encode_rendered)) == known["digests"]
 
 
-@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("every", [20, pytest.param(1, marks=pytest.mark.soak)])
 def test_greedy_tokens_and_log_probs(engine, golden, prompt_ids, every):
     """40 prompts: chat, code, ten scripts, emoji, and contexts of 1,000 and 733 tokens."""
     known = golden["prompts"]

@@ -166,8 +166,8 @@ def check_beginning(reply, ours, full):
 class TestGenerated:
     @pytest.mark.parametrize("name", FORMS)
     def test_replies(self, name):
-        counts = check_replies(name, range(200), lambda seed: [1 + seed % 8])
-        assert counts["equal"] >= 90, counts
+        counts = check_replies(name, range(100), lambda seed: [1 + seed % 8])
+        assert counts["equal"] >= 40, counts
 
     @pytest.mark.soak
     @pytest.mark.parametrize("name", FORMS)

@@ -120,31 +120,6 @@ def test_what_asks_for_nothing_changes_nothing(served, path, fields):
     assert texts({**PLAIN[path], **fields}) == texts(PLAIN[path])
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "message"),
-    [
-        ("/generate", {"image_data": "x"}, "image_data='x' is not supported: the model takes text"),
-        ("/generate", {"temperature": 1}, "unknown field 'temperature'; it is a field of sampling"),
-        ("/generate", {"sampling_params": {"regex": "a*"}},
-         "sampling_params.regex='a*' is not supported: constrained decoding"),
-        ("/generate", {"sampling_params": [{"tmep": 1}]}, "unknown field 'sampling_params.0.tmep'"),
-        ("/v1/completions", {"best_of": 3}, "best_of=3 is not supported: draw n samples"),
-        ("/v1/completions", {"max_new_tokens": 3}, "max_new_tokens=3 is not supported: use max_to"),
-        ("/v1/chat/completions", {"reasoning_effort": "low"}, "reasoning_effort='low' is not supp"),
-        ("/v1/chat/completions", {"messages": [{**MESSAGE, "audio": {"id": "x"}}]},
-         "messages.0.audio={'id': 'x'} is not supported"),
-        ("/v1/chat/completions", {"nonsense" * 100: 1}, "unknown field 'nonsense"),
-        ("/abort_request", {"abort_all_request": True}, "did you mean 'abort_all'?"),
-    ],
-)  # fmt: skip
-def test_what_asks_for_something_is_refused_by_name(served, path, fields, message):
-    response = served.post(path, {**PLAIN.get(path, {}), **fields})
-    assert response.status_code == 400, response.text
-    error = response.json()["error"]
-    assert message in error["message"]
-    assert len(error["message"]) < 500
-
-
 class TestTokenNames:
     def test_by_their_ids(self, served):
         body = {**PLAIN["/v1/completions"], "logprobs": 5, "return_token_ids": True}
@@ -163,7 +138,7 @@ class TestTokenNames:
         names = [entry["token"] for entry in choice["logprobs"]["content"]]
         assert names == [f"token_id:{token}" for token in choice["token_ids"]]
 
-    @pytest.mark.slow
+    @pytest.mark.soak
     def test_equal_texts_are_all_there(self, served):
         """Tokens that are parts of characters have one text; most of this vocabulary are."""
         engine = served.engine

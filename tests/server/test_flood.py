@@ -16,6 +16,7 @@ import pytest
 
 from sgljax_engine.server import ServerConfig
 from tests.threads import LIMIT_S, start
+from tests.tiers import tiered
 
 QUICK_COMPILE = "that a flooded server goes on"
 
@@ -75,15 +76,17 @@ KINDS = {
 }
 
 
+IN_CI = ("text", "escapes", "messages", "fields", "ids", "nested", "too large")
+
+
 def peak_bytes(pid: int) -> int:
     found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found is not None
     return int(found[1]) << 10
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", tiered(KINDS, (), IN_CI))
 def test_others_are_answered_and_memory_is_kept(server, kind):
     """Within 0.5 s for /health, and 200 MB.
 

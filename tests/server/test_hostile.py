@@ -32,10 +32,7 @@ def served(golden, root):
         ("/generate", {"text": SURROGATE}, "text"),
         ("/generate", {"text": ["a", SURROGATE]}, "text.1"),
         ("/generate", {"text": "a", "sampling_params": {"stop": SURROGATE}}, "params.stop"),
-        ("/generate", {"text": "a", "rid": SURROGATE}, "rid"),
-        ("/generate", {"text": "a", "lora_path": SURROGATE}, "lora_path"),
         ("/v1/completions", {"prompt": SURROGATE}, "prompt"),
-        ("/v1/completions", {"prompt": "a", "model": SURROGATE}, "model"),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": SURROGATE}]},
@@ -48,7 +45,6 @@ def served(golden, root):
             "chat_template_kwargs",
         ),
         ("/tokenize", {"prompt": SURROGATE}, "prompt"),
-        ("/tokenize", {"messages": [{"role": "user", "content": SURROGATE}]}, "messages.0.content"),
         ("/abort_request", {"rid": SURROGATE}, "rid"),
     ],
 )  # fmt: skip

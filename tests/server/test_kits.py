@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import openai
 import pytest
-
-from tests.server.test_node_client import ask
 
 pytestmark = pytest.mark.slow
 
@@ -21,17 +18,6 @@ CALL = (
 ANSWER = "It is 3 \u5143."
 SETTINGS: dict[str, Any] = {"temperature": 0, "max_tokens": len(CALL) + 8}
 BODY = {"ignore_eos": True}
-TOOL: Any = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "strict": True,
-        "parameters": {
-            "type": "object",
-            "properties": {name: {"type": "integer"} for name in "xy"},
-        },
-    },
-}
 
 
 @pytest.fixture
@@ -51,26 +37,6 @@ def make_add(tokenizer, calls):
         return f"{x + y} {unit}"
 
     return add
-
-
-def messages_of(message: Any) -> list[Any]:
-    """The conversation behind a message with a call, as the official clients keep it."""
-    (call,) = message["tool_calls"]
-    arguments = json.loads(call["function"]["arguments"])
-    assert (call["function"]["name"], arguments) == ("add", {"x": 1, "y": 2, "unit": "\u5143"})
-    assert message["content"] == "I add.\n"
-    assert message["reasoning_content"] == "I must add."
-    result = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
-    return [{"role": "user", "content": QUESTION}, message, result]
-
-
-def test_openai_for_node(scripted, tokenizer, added):
-    options = {**SETTINGS, **BODY, "model": "policy", "tools": [TOOL]}
-    reply = ask(scripted, "chat", messages=[{"role": "user", "content": QUESTION}], **options)
-    messages = messages_of(reply["choices"][0]["message"])
-    tokenizer.text = ANSWER
-    reply = ask(scripted, "chat", messages=messages, **options)
-    assert reply["choices"][0]["message"]["content"] == ANSWER
 
 
 def run_agent(scripted, run) -> str:

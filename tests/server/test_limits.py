@@ -133,11 +133,6 @@ def test_what_is_no_json(body, message):
     assert caught.value.status == 400
 
 
-def test_a_pair_of_surrogates_is_a_character():
-    found = read_body(b'{"a": "\\ud83d\\ude00"}', ANY, BodyLimits(**WIDE))
-    assert found == {"a": "\U0001f600"}
-
-
 def test_many_wrong_fields_are_counted_only():
     kind = TypeAdapter(dict[str, int])
     body = json.dumps({str(i): "x" for i in range(1001)}).encode()
@@ -194,7 +189,7 @@ class TestEachLimit:
         assert response.status_code == 400
         assert what in response.json()["error"]["message"]
 
-    @pytest.mark.parametrize("text", ["hello world ", "a", " ", "\u6f22"])
+    @pytest.mark.parametrize("text", ["hello world ", "\u6f22"])
     @pytest.mark.parametrize(
         ("path", "name"),
         [("/generate", "text"), ("/v1/completions", "prompt"), ("/tokenize", "prompt"),
@@ -263,15 +258,6 @@ class TestWorkers:
         thread = asyncio.run(run())
         thread.join(LIMIT_S)
         assert not thread.is_alive()
-
-    def test_results_and_errors(self):
-        async def run():
-            workers = Workers()
-            assert await workers.run(lambda: 5) == 5
-            with pytest.raises(ZeroDivisionError):
-                await workers.run(lambda: 1 // 0)
-
-        asyncio.run(run())
 
 
 def test_the_table_in_the_docs(served):

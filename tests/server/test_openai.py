@@ -91,14 +91,6 @@ class TestCompletions:
         (choice,) = complete(client, text, extra_body=body).choices
         assert choice.prompt_token_ids == served.engine.tokenize("the fox")
 
-    def test_scoring_alone(self, served, client):
-        """As evaluation harnesses ask for the log-probs of a prompt."""
-        (choice,) = complete(client, "the fox", max_tokens=0, echo=True, logprobs=0).choices
-        ids = served.engine.tokenize("the fox")
-        assert choice.text == "the fox"
-        own = served.engine.score([ids])[0].tolist()
-        assert choice.logprobs.token_logprobs[1:] == pytest.approx(own, abs=1e-4)
-
     def test_sampling_masks(self, served, client):
         body = {**IDS, "return_sampling_mask": True, "top_k": 4}
         (choice,) = complete(client, "the fox", seed=3, temperature=1, extra_body=body).choices
@@ -117,19 +109,6 @@ class TestCompletions:
         ids = served.engine.tokenize("the fox")
         assert found == [each["text"] for each in generate(served, ids, **params)]
 
-    def test_bias_and_penalties(self, served, client):
-        options = {"logit_bias": {"40": 100}, "frequency_penalty": 2, "presence_penalty": 1}
-        (choice,) = complete(client, "the fox", extra_body=IDS, **options).choices
-        own = generate(
-            served,
-            served.engine.tokenize("the fox"),
-            logit_bias={40: 100},
-            frequency_penalty=2,
-            presence_penalty=1,
-        )
-        assert choice.token_ids == own["output_ids"]
-        assert 40 in own["output_ids"]
-
     def test_vllms_own_fields(self, served, client):
         own_names = {"top_k": 1, "min_tokens": 3, "ignore_eos": True, "repetition_penalty": 1.5}
         (choice,) = complete(
@@ -138,15 +117,6 @@ class TestCompletions:
         params = {"top_k": 1, "min_new_tokens": 3, "ignore_eos": True, "repetition_penalty": 1.5}
         own = generate(served, served.engine.tokenize("the fox"), temperature=1, **params)
         assert choice.token_ids == own["output_ids"]
-
-    def test_min_tokens_hold_an_end_back(self, client):
-        def ids(**own):
-            (choice,) = complete(client, "the fox", extra_body={**IDS, **own}).choices
-            return choice.token_ids
-
-        (first, *_) = ids()
-        assert ids(stop_token_ids=[first]) == [first]
-        assert len(ids(stop_token_ids=[first], min_tokens=3)) >= 3
 
     def test_a_stream_adds_up(self, client):
         options = {"n": 2, "seed": 3, "temperature": 1, "logprobs": 1}
@@ -181,9 +151,6 @@ class TestCompletions:
         [
             ({"max_tokens": 9999}, r"max_tokens \(9999\).*the limit is max_model_len"),
             ({"max_tokens": 0}, "max_tokens=0 needs echo=true"),
-            ({"temperature": -1}, "temperature: .*got -1"),
-            ({"best_of": 3}, "best_of=3 is not supported: draw n samples"),
-            ({"suffix": "x"}, "suffix='x' is not supported"),
             ({"logprobs": 200}, "logprobs: .*128"),
         ],
     )
@@ -213,12 +180,6 @@ class TestCompletions:
         assert reply.usage.completion_tokens == 4
         reply = complete(client, prompt, max_tokens=None, extra_body=body)
         assert reply.usage.completion_tokens == 4
-
-    def test_a_negative_seed(self, client):
-        options = {"seed": -7, "temperature": 1}
-        first, second = (complete(client, "the fox", **options) for _ in range(2))
-        assert first.choices[0].text == second.choices[0].text
-        assert complete(client, "the fox", seed=-1, temperature=1).choices
 
 
 class TestModels:
@@ -325,18 +286,9 @@ class TestChat:
         [
             ({"max_tokens": 3}, "max_tokens=3 contradicts max_completion_tokens=12"),
             ({"top_logprobs": 3}, "top_logprobs=3 needs logprobs=true"),
-            ({"response_format": {"type": "json_object"}}, "response_format.type"),
-            (
-                {"tool_choice": "required"},
-                "tool_choice='required' is not supported: the model cannot be made to call a tool",
-            ),
             ({"messages": []}, "messages: List should have at least 1"),
             ({"messages": [{"role": "user"}]}, "messages.0.content is missing"),
             ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
-            (
-                {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-                "messages.0.content",
-            ),
             ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools need a chat"),
         ],
     )
@@ -404,14 +356,6 @@ class TestToolsAndThoughts:
         assert choice.message.content == "I add."
         assert (call.type, call.function.name) == ("function", "add")
         assert call.function.arguments == '{"x": 1}'
-
-    def test_calls_come_back_into_the_template(self, script):
-        text = f"<tool_call>\n{CALL}\n</tool_call>"
-        message = self.ask(script, text, tools=TOOLS).choices[0].message
-        assert message.content is None
-        _, client = script
-        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "2"}
-        assert chat(client, [*ASK, message, result], tools=TOOLS).choices
 
     def test_a_stream_of_calls(self, script):
         text = f"So:<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>"
@@ -505,15 +449,6 @@ class TestToolsAndThoughts:
             assert message.content == text
             assert not message.tool_calls
 
-    def test_thoughts(self, script):
-        message = self.ask(script, "<think>hm</think>yes").choices[0].message
-        assert (message.content, message.reasoning_content) == ("yes", "hm")
-
-    def test_thoughts_that_the_prompt_opens(self, script):
-        body = {"ignore_eos": True, "chat_template_kwargs": {"think": True}}
-        message = self.ask(script, "hm</think>yes", extra_body=body).choices[0].message
-        assert (message.content, message.reasoning_content) == ("yes", "hm")
-
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize(
         "text", ["9.8 or 9?</think>It is 9.8.", "<think>9.8</think>It is 9.8."]
@@ -537,12 +472,6 @@ class TestToolsAndThoughts:
         text = "<think>9.8</think>yes"
         message = self.ask(script, text, stop=["9.8"], extra_body=body).choices[0].message
         assert message.content == "<think>"
-
-    def test_thoughts_in_a_stream(self, script):
-        chunks = self.ask(script, "<think>hm</think>yes", stream=True)
-        deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
-        assert "".join(delta.content or "" for delta in deltas) == "yes"
-        assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "hm"
 
     def test_thoughts_may_stay_in_the_content(self, script):
         body = {"ignore_eos": True, "separate_reasoning": False}

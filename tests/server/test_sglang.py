@@ -92,10 +92,6 @@ class TestGenerate:
         assert [len(top) for top in meta["output_top_logprobs"]] == [2] * len(ids)
         assert all(text is not None for top in meta["output_top_logprobs"] for *_, text in top)
 
-    def test_several_samples(self, served):
-        body = {"input_ids": PROMPTS[0], "sampling_params": {**SHORT, "n": 3, "temperature": 1}}
-        assert len(served.ok("/generate", body)) == 3
-
     def test_the_version_is_in_a_header(self, served):
         before = served.engine.weight_version
         response = served.post("/generate", {"input_ids": [5], "sampling_params": SHORT})
@@ -168,21 +164,6 @@ class TestGenerate:
         assert response.status_code == 400
         assert "stream_output=false would repeat" in response.json()["error"]["message"]
 
-    def test_a_long_stream_with_many_log_probs_is_small(self, served):
-        """500 tokens with the 128 most likely: about 32 bytes an entry."""
-        body = {
-            "input_ids": [5],
-            "sampling_params": {"max_new_tokens": 500, "ignore_eos": True},
-            "return_logprob": True,
-            "top_logprobs_num": 128,
-            "stream": True,
-        }
-        response = served.post("/generate", body)
-        pieces = events_of(response)
-        tops = [top for piece in pieces for top in piece["meta_info"]["output_top_logprobs"]]
-        assert [len(top) for top in tops] == [128] * 500
-        assert len(response.content) < 2_500_000
-
     @pytest.mark.parametrize(
         ("body", "message"),
         [
@@ -190,15 +171,9 @@ class TestGenerate:
             ({"text": "a", "input_ids": [1]}, "give exactly one of text and input_ids"),
             ({"input_ids": []}, "the prompt is empty"),
             ({"text": []}, "at least one prompt"),
-            ({"text": "a", "max_tokens": 3}, "unknown field 'max_tokens'"),
-            ({"text": "a", "image_data": "x"}, "image_data='x' is not supported"),
             ({"input_ids": [999]}, r"input_ids must be in \[0, 320\), got 999"),
             ({"input_ids": ["5"]}, "input_ids"),
             ({"text": "a", "sampling_params": {"top_p": 2}}, "sampling_params.*top_p.*got 2"),
-            (
-                {"text": "a", "sampling_params": {"tmep": 2}},
-                "unknown field 'sampling_p.*tmep'",
-            ),
             ({"text": "a", "sampling_params": {"max_new_tokens": 9999}}, "9999.* is 10.*limit"),
             (
                 {"text": "a", "sampling_params": {"seed": 1, "sampling_seed": 2}},
@@ -206,7 +181,6 @@ class TestGenerate:
             ),
             ({"text": ["a", "b"], "sampling_params": [{}]}, "one for each of the 2 prompts, got 1"),
             ({"text": "a", "rid": ["a", "b"]}, "one id for each of the 1 prompts, got 2"),
-            ({"text": "a", "lora_path": "mine"}, "mine"),
             ({"text": "a", "top_logprobs_num": 2}, "need return_logprob=True"),
         ],
     )
@@ -243,10 +217,6 @@ class TestInformation:
         assert tokens.value == counters.num_output_tokens > 0
         assert tokens.labels == {"model_name": "policy"}
         assert families["sgljax:e2e_request_latency_seconds"].type == "summary"
-
-    def test_the_schema_names_every_route(self, served):
-        paths = served.get("/openapi.json").json()["paths"]
-        assert {"/generate", "/v1/completions", "/sleep", "/abort_request"} <= paths.keys()
 
 
 class TestRoutedExperts:
@@ -286,21 +256,3 @@ class TestVLLM:
         chat = served.ok("/tokenize", {"messages": messages, "add_generation_prompt": False})
         own = served.engine.apply_chat_template(messages, add_generation_prompt=False)
         assert chat["tokens"] == own
-
-    @pytest.mark.parametrize(
-        ("body", "message"),
-        [
-            ({}, "give exactly one of prompt and messages"),
-            ({"prompt": "a", "messages": []}, "messages"),
-            ({"prompt": 3}, "valid string"),
-        ],
-    )
-    def test_refused(self, served, body, message):
-        response = served.post("/tokenize", body)
-        assert response.status_code == 400
-        assert message in response.json()["error"]["message"]
-
-    def test_models(self, served):
-        (model,) = served.get("/v1/models").json()["data"]
-        assert model["id"] == "policy"
-        assert model["max_model_len"] == served.engine.max_model_len

@@ -14,7 +14,7 @@ from tunix.rl.rl_learner import RLLearner
 from sgljax_engine import InvalidConfigError
 from tests.adapter.grpo_parts import grpo_config
 from tests.adapter.test_columns import FLAT
-from tunix_sgljax.reward_functions import checked, find_wrong_call, to_list
+from tunix_sgljax.reward_functions import checked, to_list
 from tunix_sgljax.training.rewards import BUILT_IN
 from tunix_sgljax.training.schema import TaskSection
 from tunix_sgljax.training.task import NUMBER, Task, batches, load_task, to_column
@@ -154,20 +154,3 @@ def test_errors_inside_name_the_function():
     with pytest.raises(KeyError) as caught:
         checked(my_reward)(prompts=[], completions=[])
     assert caught.value.__notes__ == ["raised in the reward function my_reward"]
-
-
-@pytest.mark.parametrize(
-    ("function", "problem"),
-    [
-        (lambda prompts, completions, answer: 0, None),
-        (lambda completions, beta, **_: 0, None),
-        (lambda *args, **_: 0, None),
-        (print, "it does not take ['answer', 'completions', 'prompts']"),
-        (lambda prompts, completions: 0, "it does not take ['answer']: add **columns"),
-        (lambda a, /, **_: 0, "it needs ['a']"),
-        (lambda *, solution, **_: 0, "it needs ['solution']"),
-    ],
-)
-def test_calls_that_cannot_be(function, problem):
-    found = find_wrong_call(function, ["prompts", "completions", "answer"], ["beta"])
-    assert (found is None) if problem is None else (problem in str(found))

@@ -78,14 +78,6 @@ def test_grpo_with_evaluation_between_steps(tmp_path, capsys):
     assert len(trace.named("update_params")) == 1, "one step was asked for"
 
 
-@pytest.mark.soak
-def test_pad_and_end_token_may_be_one(tmp_path, caplog):
-    path = write_config(tmp_path, tokenizer_config__function="tiny_task:EndPaddingTokenizer")
-    assert train(path) == 0
-    check_steps(read_records(tmp_path), [1, 2], [0, 1])
-    assert caplog.text.count("pad and end tokens are both 1") == 1
-
-
 def test_quiet(tmp_path, capsys):
     path = write_config(tmp_path)
     assert train(path, "--quiet", "num_batches=1", "show_sample_every_n_steps=1") == 0
@@ -127,13 +119,6 @@ def test_over_sampling_is_in_lines_records_and_timeline(tmp_path, capsys):
     groups = read_trace(timeline).named("group")
     assert groups
     assert any(group.args["weight updates"] for group in groups)
-
-
-@pytest.mark.soak
-def test_one_override_switches_the_engine(tmp_path, capsys):
-    assert train(write_config(tmp_path), "rollout_engine=vanilla") == 0
-    check_steps(read_records(tmp_path), [1, 2], [None, None])
-    assert "rollout by vanilla" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -201,14 +186,6 @@ def value_head(folder, step):
         params = checkpointer.restore(folder / str(step) / "model_params")
     head = params["lm_head"]["kernel"]
     return np.asarray(head["value"] if isinstance(head, dict) else head)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")
-def test_ppo_refuses_fractions_of_rewards(tmp_path, capsys):
-    path = write_config(tmp_path, training_mode="ppo", ppo_config={"beta": 0.0})
-    assert train(path, "batch_size=8") == 2
-    assert "share_of_even must return whole numbers with PPO, got 0." in capsys.readouterr().err
 
 
 @pytest.fixture

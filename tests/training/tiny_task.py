@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 
-NUM_TOKENS = 64
 EOS = 1
 
 
@@ -31,12 +30,6 @@ class Tokenizer:
 
     def decode(self, ids):
         return " ".join(str(int(i)) for i in ids if i > EOS)
-
-
-class EndPaddingTokenizer(Tokenizer):
-    """The same, padding with its end token."""
-
-    pad = EOS
 
 
 def rows(num, start=0):
