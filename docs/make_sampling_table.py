@@ -119,7 +119,7 @@ of the pass that computed the keys. So a retracted request has the choices of th
 prefilled it again. They take 384 bytes a token for Qwen3-30B-A3B, 0.4 % of its keys in bfloat16.
 
 The field is None for a request that was aborted before it decoded, and for an output that was
-finished when a [checkpoint](checkpoints.md) was saved.
+finished when a [checkpoint](interruptions.md#checkpoints) was saved.
 
 ## Streaming
 

@@ -332,7 +332,7 @@ class LoraConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpeculationConfig:
-    """Draft tokens: a step verifies several at once; see docs/speculation.md.
+    """Draft tokens: a step verifies several at once; see docs/performance.md.
 
     Attributes:
         speculation: "off" decodes token by token. "auto" verifies drafts where measured costs and

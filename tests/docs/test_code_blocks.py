@@ -72,7 +72,7 @@ def test_installation():
 
 @pytest.mark.slow
 def test_weights():
-    assert doc_blocks.run("weights.md", {}) == 6
+    assert doc_blocks.run("weights.md", {}) == 3
 
 
 def test_adapters():
