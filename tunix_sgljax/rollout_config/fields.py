@@ -119,7 +119,7 @@ init_with_random_weights | named | - | weights come from the actor, never from a
 disable_radix_cache | mapped | disable_radix_cache | its default, True, shares all the same;
   `SglJaxRollout(disable_radix_cache=True)` does not
 enable_deterministic_sampling | mapped | enable_deterministic_sampling | the same bits whatever the
-  batch ([Deterministic sampling](determinism.md))
+  batch ([Deterministic sampling](sampling.md#deterministic-sampling))
 use_sort_for_toppk_minp | named | - | thresholds are looked up exactly, without a sort
 enable_static_lora | accepted | - | the actor's parameters show whether it has LoRA
 enable_single_process | named | - | it is always one process
