@@ -37,8 +37,7 @@ def test_tunix_and_lora(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert hf_folder.main(["addition-model"]) == 0
     names: dict[str, Any] = {}
-    assert doc_blocks.run("tunix.md", names) == 3
-    names["rollout"].close()
+    assert doc_blocks.run("tunix.md", names) == 2
     assert doc_blocks.run("lora.md", names) == 2
 
 

@@ -1,6 +1,6 @@
 """Every field of Tunix's RolloutConfig, and what it means for `SglJaxRollout`.
 
-Covers google-tunix 0.1.7 and its main branch. docs/switching.md is generated from these tables.
+Covers google-tunix 0.1.7 and its main branch. docs/tunix.md is generated from these tables.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ return_logprobs | mapped | - | whether `logprobs` are returned: of softmax(logit
 MODEL_FIELDS = _table(
     """
 data_type | mapped | dtype | of weights, activations and KV cache; None takes [what Tunix computes
-  the actor in](tunix.md#dtype)
+  the actor in](#dtype)
 rollout_mapping_config | mapped | - | weight mapping with transposes and hooks; without it, the
   model's own for `sglang_jax`, or else the built-in one
 kv_cache_size | mapped | - | bounds a sequence if no context length is set: the larger of this value
