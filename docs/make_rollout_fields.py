@@ -30,12 +30,12 @@ _BEGIN, _END = (
 _KINDS = {"accepted": "*accepted*: ", "checked": "*checked*: "}
 """What stands before the text of a field that sets nothing."""
 
-_LATER = """Read from the training config when the rollout is made; another config's different value is
-refused. So the context length must cover evaluation; without one, the longest config of the cluster
-decides."""
+_LATER = """Read from the training config when the rollout is made; a different value in another
+config is refused. So the context length must cover evaluation; without one, the longest config of
+the cluster decides."""
 
-_ENTRIES = """What an entry of `rollout_vllm_kwargs` or `rollout_sglang_jax_kwargs` sets. As a keyword
-of `SglJaxRollout` or `Engine` such a name is refused, and the error gives ours.
+_ENTRIES = """What an entry of `rollout_vllm_kwargs` or `rollout_sglang_jax_kwargs` sets. As a
+keyword of `SglJaxRollout` or `Engine` such a name is refused, and the error gives ours.
 """
 
 _WITHOUT = """
