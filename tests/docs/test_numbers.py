@@ -160,7 +160,7 @@ def test_versions():
 def test_the_range_of_jax_is_that_of_the_install_matrix():
     cases = result("install_matrix")["results"]
     lowest, highest, first, last = re.findall(
-        r"JAX ([\d.]+) to ([\d.]+), Python ([\d.]+) to ([\d.]+)", read("docs/compatibility.md")
+        r"JAX ([\d.]+) to ([\d.]+), Python ([\d.]+) to ([\d.]+)", read("docs/installation.md")
     )[0]
 
     def key(version: str) -> list[int]:

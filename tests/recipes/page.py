@@ -32,22 +32,19 @@ named and nothing else changed, as [Use it from Tunix](tunix.md) has it:
 **{num_running} of {num_all} run.**
 
 Each was run small: its family of models with random weights, its LoRA rule, its fields of
-`RolloutConfig`, its sections for other engines, its learner, for two steps. The meshes are its own
-on {num_devices} simulated devices; larger ones are halved until they fit. Those for the command
-line went through `tunix-sgljax tunix grpo`. In the end the rollout held exactly the weights that
-the trainer had made. `tests/recipes` has the recipes, and runs them again.
+`RolloutConfig`, its sections for other engines, its learner, for two steps. The meshes, (fsdp, tp)
+of the trainer and, if there is a second, of the rollout, are its own on {num_devices} simulated
+devices; larger ones are halved until they fit. CLI stands for `tunix-sgljax tunix grpo`. In the end
+the rollout held exactly the weights that the trainer had made (`tests/recipes`).
+
+The PPO recipes ran as programs with Tunix's `PPOLearner`, since google-tunix 0.1.7 has no command
+for them; their critic is a small Qwen3, for 0.1.7 cannot make one of a Gemma or a Llama.
 """
 _TAIL = """
-*names* is what the recipe gives as `rollout_engine`. *meshes* are (fsdp, tp) of the trainer, which
-the rollout shares unless there is a second. The PPO recipes ran as programs with Tunix's
-`PPOLearner`, since google-tunix 0.1.7 has no command for them; their critic is a small Qwen3, for
-0.1.7 cannot make one of a Gemma or a Llama.
-
 ## Newer recipes
 
 Tunix's main has more of them after {commit}, all with workers over gRPC and Raiden, its transfer
-between TPUs. They were read, each at the commit that it links to, and not run: no whole checkout of
-their time was to be had.
+between TPUs. They were read, not run.
 
 | recipe | model | here |
 |---|---|---|
@@ -74,7 +71,7 @@ _NEWER = (
 )
 """File, commit, model, and what of each there is here."""
 _EXAMPLES = "https://github.com/google/tunix/blob/{}/tunix/experimental/examples"
-_COLUMNS = "| | recipe | trains | meshes | names | |\n|---:|---|---|---|---|---|\n"
+_COLUMNS = "| | recipe | trains | meshes | |\n|---:|---|---|---|---|\n"
 
 
 def run_recipes(numbers: Iterable[int], python: str | Path = sys.executable) -> dict[int, str]:
@@ -132,9 +129,7 @@ def row(recipe: Recipe, outcome: str) -> str:
         outcome += f"; {recipe.remark}"
     link = f"[{recipe.title}](https://github.com/google/tunix/blob/{COMMIT}/{recipe.source})"
     way = "CLI" if recipe.way == "cli" else "program"
-    return (
-        f"| {recipe.number} | {link}, {way} | {trains} | {meshes} | {recipe.engine} | {outcome} |"
-    )
+    return f"| {recipe.number} | {link}, {way} | {trains} | {meshes} | {outcome} |"
 
 
 def num_running(outcomes: Mapping[int, str]) -> int:
