@@ -60,6 +60,12 @@ an error that says what to do instead. Pass `SamplingParams` or a dict with the 
 prompts of a call or one for each. In a dict, None is the field's default.
 """
 
+_SUPPORTED = """## Supported
+
+[SamplingParams](reference/requests.md#sgljax_engine.SamplingParams) has meaning, default and range
+of each field:
+"""
+
 _REFUSED = """## Refused
 
 Names of other engines. A dict may hold them with a value that asks for nothing: None, False, what
@@ -106,8 +112,8 @@ it decoded, and for an output that was finished when a [checkpoint](checkpoints.
 
 ## Streaming
 
-`generate(stream=True)` returns an iterator immediately. Each item has `index`, the position of its
-output in the call, and what is new: text, `output_ids` and log-probs. Text is held back until no
+`generate(stream=True)` returns an iterator immediately. Each item has what is new of
+the output at position `index`: text, `output_ids` and log-probs. Text is held back until no
 later token can change it. Closing or dropping the iterator aborts unfinished requests.
 
 ## Deterministic sampling
@@ -130,8 +136,8 @@ several devices, TPUs, CPUs without the kernels, a head_dim that fills no vector
 which "auto" picks on Hopper; models with experts, recurrent states or shared keys, adapters and
 int8 weights are refused.
 
-- Another machine, or another version of JAX or XLA, may give other bits. With the JIT-compiled CPU
-  kernels a seed draws other tokens than with portable code.
+- Another machine, or another version of JAX or XLA, may give other bits. A seed draws other tokens
+  with the JIT-compiled CPU kernels than with portable code.
 - A request that keeps keys of older weights (`in_place`) depends on the time of the update.
 - Equal weights give equal bits. `Engine.find_differing_weights(source)` and
   `SglJaxRollout.find_differing_weights(state)` name weights that differ from their source.
@@ -155,14 +161,16 @@ def test_of(name: str) -> str:
     return TESTS.get(name, _ROWS + name)
 
 
-def _field_rows() -> list[str]:
-    docs = attribute_docs(SamplingParams)
-    rows = ["| field | default | meaning and range |", "|---|---|---|"]
-    for field in dataclasses.fields(SamplingParams):
-        vllm = VLLM_NAMES.get(field.name)
-        note = "" if vllm is None else f" (vLLM: `{vllm}`)" if vllm else " (not in vLLM)"
-        rows.append(f"| `{field.name}` | `{field.default!r}` | {docs[field.name]}{note} |")
-    return rows
+def _field_lines() -> list[str]:
+    names = [field.name for field in dataclasses.fields(SamplingParams)]
+    renamed = [f"`{name}` (there `{vllm}`)" for name, vllm in VLLM_NAMES.items() if vllm]
+    ours = [f"`{name}`" for name, vllm in VLLM_NAMES.items() if not vllm]
+    return [
+        f"- {', '.join(f'`{name}`' for name in names)}",
+        "",
+        f"vLLM's names are the same, but for {' and '.join(renamed)}; vLLM lacks "
+        f"{', '.join(ours)}.",
+    ]
 
 
 def _logprob_rows() -> list[str]:
@@ -199,8 +207,8 @@ def render() -> str:
     """The text of docs/sampling.md."""
     sections = [
         _HEAD,
-        "## Supported\n",
-        "\n".join(_field_rows()) + "\n",
+        _SUPPORTED,
+        "\n".join(_field_lines()) + "\n",
         "\n".join(_logprob_rows()) + "\n",
         _REFUSED,
         "\n".join(foreign_list(FOREIGN_FIELDS.values())) + "\n",

@@ -48,8 +48,8 @@ def test_every_field_and_every_refused_field_is_in_it(text):
     arguments = [
         name for name in inspect.signature(Engine.generate).parameters if "logprob" in name
     ]
-    rows = names_of(supported.split("\n## ")[0].splitlines(), "| ")
-    assert rows == [*fields, *arguments]
+    lines = supported.split("\n## ")[0].splitlines()
+    assert [*names_of(lines, "- "), *names_of(lines, "| ")] == [*fields, *arguments]
     lines = names_of(refused.split("\n## ")[0].splitlines(), "- ")
     assert sorted(lines) == sorted(FOREIGN_FIELDS)
 

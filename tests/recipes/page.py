@@ -31,11 +31,11 @@ The recipes in [Tunix's repository](https://github.com/google/tunix) at {commit}
 named and nothing else changed, as [Use it from Tunix](tunix.md) has it:
 **{num_running} of {num_all} run.**
 
-Each was run small: its family of models with random weights, its LoRA rule, its fields of
-`RolloutConfig`, its sections for other engines, its learner, for two steps. The meshes, (fsdp, tp)
-of the trainer and, if there is a second, of the rollout, are its own on {num_devices} simulated
-devices; larger ones are halved until they fit. CLI stands for `tunix-sgljax tunix grpo`. In the end
-the rollout held exactly the weights that the trainer had made (`tests/recipes`).
+Each was run small for two steps: its family of models with random weights, its LoRA rule, its
+fields of `RolloutConfig`, its sections for other engines, its learner, its meshes of fsdp x tp
+(trainer + rollout) halved until they fit {num_devices} simulated devices. YAML files and shell
+scripts ran by `tunix-sgljax tunix grpo`. In the end the rollout held exactly the weights that the
+trainer had made (`tests/recipes`).
 
 The PPO recipes ran as programs with Tunix's `PPOLearner`, since google-tunix 0.1.7 has no command
 for them; their critic is a small Qwen3, for 0.1.7 cannot make one of a Gemma or a Llama.
@@ -119,17 +119,16 @@ def row(recipe: Recipe, outcome: str) -> str:
         trains += f", computes in {recipe.dtype}"
     if recipe.pad_is_eos:
         trains += ", pads with the end token"
-    meshes = str(recipe.mesh)
+    meshes = "x".join(map(str, recipe.mesh))
     if recipe.rollout_mesh is not None:
-        meshes += f" + {recipe.rollout_mesh}"
+        meshes += f" + {'x'.join(map(str, recipe.rollout_mesh))}"
         meshes += " on the same devices" if recipe.shares_devices else ""
     if recipe.stops_at:
         outcome = f"its training {outcome}; not {recipe.stops_at}"
     elif recipe.remark:
         outcome += f"; {recipe.remark}"
     link = f"[{recipe.title}](https://github.com/google/tunix/blob/{COMMIT}/{recipe.source})"
-    way = "CLI" if recipe.way == "cli" else "program"
-    return f"| {recipe.number} | {link}, {way} | {trains} | {meshes} | {outcome} |"
+    return f"| {recipe.number} | {link} | {trains} | {meshes} | {outcome} |"
 
 
 def num_running(outcomes: Mapping[int, str]) -> int:
