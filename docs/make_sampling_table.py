@@ -8,13 +8,10 @@ A test compares the file with `render()` and looks for the test of every field.
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from sgljax_engine import FOREIGN_FIELDS, ForeignField, SamplingParams
-from sgljax_engine.sampling_params import LogprobOptions
 
 OUTPUT = Path(__file__).with_name("sampling.md")
 _ROWS = "tests/engine/test_sampling_table.py::TestRows::test_"
@@ -35,12 +32,12 @@ TESTS = {
 REFUSAL_TEST = "tests/engine/test_sampling_table.py::TestRefused::test_field"
 
 LOGPROB_ARGUMENTS = {
-    "return_logprob": ("enabled", _LOGPROBS + "return_logprob_alone"),
-    "logprob_start_len": ("start_len", _LOGPROBS + "prompt_from_a_position"),
-    "top_logprobs_num": ("top_num", _LOGPROBS + "lists_match_float64"),
-    "token_ids_logprob": ("token_ids", _LOGPROBS + "lists_match_float64"),
+    "return_logprob": _LOGPROBS + "return_logprob_alone",
+    "logprob_start_len": _LOGPROBS + "prompt_from_a_position",
+    "top_logprobs_num": _LOGPROBS + "lists_match_float64",
+    "token_ids_logprob": _LOGPROBS + "lists_match_float64",
 }
-"""Arguments of `Engine.generate`: the field of `LogprobOptions`, and the test."""
+"""Arguments of `Engine.generate`, and their tests."""
 
 VLLM_NAMES = {
     "max_new_tokens": "max_tokens",
@@ -63,7 +60,8 @@ prompts of a call or one for each. In a dict, None is the field's default.
 _SUPPORTED = """## Supported
 
 [SamplingParams](reference/requests.md#sgljax_engine.SamplingParams) has meaning, default and range
-of each field:
+of each field, and [generate](reference/engine.md#sgljax_engine.Engine.generate) those of the
+arguments for log-probs:
 """
 
 _REFUSED = """## Refused
@@ -128,13 +126,12 @@ sleep, steps per dispatch and buckets. `score` and `get_per_token_logps` give th
 [no cost](../benchmarks/results/determinism.md) |
 | one NVIDIA GPU | with `enable_deterministic_sampling=True`, for [7 % of a step](gpu.md) on an \
 H200 |
-| elsewhere | no; True is refused |
+| elsewhere | no |
 
-Through Tunix the option is `rollout_sglang_jax_enable_deterministic_sampling`. It is refused for
-several devices, TPUs, CPUs without the kernels, a head_dim that fills no vector of the CPU,
-`attention_backend="xla"` and `linear_backend="xla"`. On GPUs `linear_backend` must be "pallas",
-which "auto" picks on Hopper; models with experts, recurrent states or shared keys, adapters and
-int8 weights are refused.
+True is refused for several devices, TPUs, CPUs without the kernels, a head_dim that fills no vector
+of the CPU, `attention_backend="xla"` and `linear_backend="xla"`. On GPUs `linear_backend` must be
+"pallas", which "auto" picks on Hopper; models with experts, recurrent states or shared keys,
+adapters and int8 weights are refused.
 
 - Another machine, or another version of JAX or XLA, may give other bits. A seed draws other tokens
   with the JIT-compiled CPU kernels than with portable code.
@@ -149,13 +146,6 @@ its tokens one by one. Sampling sums over blocks of 128 of the vocabulary.
 """
 
 
-def attribute_docs(owner: type) -> dict[str, str]:
-    """The "Attributes" of a class docstring, each on one line."""
-    body = inspect.cleandoc(owner.__doc__ or "").split("Attributes:\n")[1]
-    entries = re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", body, re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in entries}
-
-
 def test_of(name: str) -> str:
     """The node id of the test of a field."""
     return TESTS.get(name, _ROWS + name)
@@ -167,21 +157,11 @@ def _field_lines() -> list[str]:
     ours = [f"`{name}`" for name, vllm in VLLM_NAMES.items() if not vllm]
     return [
         f"- {', '.join(f'`{name}`' for name in names)}",
+        f"- {', '.join(f'`{name}`' for name in LOGPROB_ARGUMENTS)}",
         "",
         f"vLLM's names are the same, but for {' and '.join(renamed)}; vLLM lacks "
         f"{', '.join(ours)}.",
     ]
-
-
-def _logprob_rows() -> list[str]:
-    docs = attribute_docs(LogprobOptions)
-    defaults = {field.name: field.default for field in dataclasses.fields(LogprobOptions)}
-    rows = ["| argument of `generate` | default | meaning and range |", "|---|---|---|"]
-    rows += [
-        f"| `{name}` | `{defaults[field]!r}` | {docs[field]} |"
-        for name, (field, _) in LOGPROB_ARGUMENTS.items()
-    ]
-    return rows
 
 
 def foreign_list(fields: Iterable[ForeignField]) -> list[str]:
@@ -209,7 +189,6 @@ def render() -> str:
         _HEAD,
         _SUPPORTED,
         "\n".join(_field_lines()) + "\n",
-        "\n".join(_logprob_rows()) + "\n",
         _REFUSED,
         "\n".join(foreign_list(FOREIGN_FIELDS.values())) + "\n",
         _TAIL,
