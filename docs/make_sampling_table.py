@@ -139,10 +139,9 @@ adapters and int8 weights are refused.
 - Equal weights give equal bits. `Engine.find_differing_weights(source)` and
   `SglJaxRollout.find_differing_weights(state)` name weights that differ from their source.
 
-The JIT-compiled kernels add in one order, whatever the number of tokens. A product's output is one
-chain of fused multiply-adds over its inputs. Attention sums over spans of 256 keys that begin at
-multiples of 256. A norm's order depends on the number of channels alone. A recurrent state takes
-its tokens one by one. Sampling sums over blocks of 128 of the vocabulary.
+The JIT-compiled kernels add in one order, whatever the number of tokens: products along their
+inputs, attention over spans of 256 keys, norms by the number of channels, recurrent states token by
+token, sampling over blocks of 128 of the vocabulary.
 """
 
 

@@ -44,33 +44,13 @@ _TAIL = """
 ## Newer recipes
 
 Tunix's main has more of them after {commit}, all with workers over gRPC and Raiden, its transfer
-between TPUs. They were read, not run.
+between TPUs. They were read, not run:
 
-| recipe | model | here |
-|---|---|---|
+- Qwen3 0.6B (`recipes/ci_smoke_gsm8k_qwen3_0p6b.sh` at 035dbdb9): by the
+  [nodes](experimental_sampler.md), as 32, with a folder in place of Raiden.
+- The same in MaxText (03f93b8b): its trainer has no node here.
+- FrozenLake, Gemma 4 E2B (1c2dcdc2): the nodes read Qwen2, Qwen3 and Llama 3 alone.
 """
-_NEWER = (
-    (
-        "recipes/ci_smoke_gsm8k_qwen3_0p6b.sh",
-        "035dbdb9",
-        "Qwen3 0.6B",
-        "as 32, by the [nodes](experimental_sampler.md#nodes), with a folder in place of Raiden",
-    ),
-    (
-        "recipes/ci_smoke_gsm8k_qwen3_0p6b_maxtext.sh",
-        "03f93b8b",
-        "Qwen3 0.6B in MaxText",
-        "its trainer has no node here",
-    ),
-    (
-        "frozenlake_dist/run_gemma4_e2b.sh",
-        "1c2dcdc2",
-        "Gemma 4 E2B",
-        "the nodes read Qwen2, Qwen3 and Llama 3 alone",
-    ),
-)
-"""File, commit, model, and what of each there is here."""
-_EXAMPLES = "https://github.com/google/tunix/blob/{}/tunix/experimental/examples"
 _COLUMNS = "| | recipe | trains | meshes | |\n|---:|---|---|---|---|\n"
 
 
@@ -146,12 +126,7 @@ def render(outcomes: Mapping[int, str]) -> str:
         num_devices=NUM_DEVICES,
     )
     rows = [row(recipe, outcomes.get(recipe.number, "")) for recipe in RECIPES]
-    newer = [
-        f"| [{path}]({_EXAMPLES.format(commit)}/{path}) | {model} | {here} |"
-        for path, commit, model, here in _NEWER
-    ]
-    tail = _TAIL.format(commit=COMMIT) + "\n".join(newer) + "\n"
-    return head + "\n" + _COLUMNS + "\n".join(rows) + "\n" + tail
+    return head + "\n" + _COLUMNS + "\n".join(rows) + "\n" + _TAIL.format(commit=COMMIT)
 
 
 def outcomes_of(page: str) -> dict[int, str]:
