@@ -148,7 +148,6 @@ def _ppo(number: int, title: str, model: str, source: str, **fields: Any) -> Rec
         learner="ppo",
         model=model,
         engine="vanilla",
-        remark="its command came after google-tunix 0.1.7",
         **fields,
     )
 
