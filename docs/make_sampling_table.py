@@ -110,13 +110,13 @@ it decoded, and for an output that was finished when a [checkpoint](interruption
 
 ## Streaming
 
-`generate(stream=True)` returns an iterator immediately. Each item has what is new of
-the output at position `index`: text, `output_ids` and log-probs. Text is held back until no
-later token can change it. Closing or dropping the iterator aborts unfinished requests.
+`generate(stream=True)` returns an iterator immediately. Each item has what is new of the
+output at position `index`: text, `output_ids` and log-probs. Text is held back until no later token
+can change it. Closing or dropping the iterator aborts unfinished requests.
 
 ## Deterministic sampling
 
-A greedy or seeded request then gives tokens and log-probs with the same bits, whatever its batch
+It gives the tokens and log-probs of a greedy or seeded request the same bits, whatever its batch
 mates, order of arrival, prefix cache, chunked prefill, page and pool size, retraction, pauses,
 sleep, steps per dispatch and buckets. `score` and `get_per_token_logps` give the same bits.
 
