@@ -134,7 +134,7 @@ layer, half of the weights, is not copied. {_ROOM}""",
         where="one H100",
         arguments="--config configs/qwen3_0p6b_gpu.yaml --topology h100:1",
         note="XLA's sort for GPUs is another one where a GPU is present. The engine has run "
-        "on an H100 since: see [GPUs](../../docs/gpu.md).",
+        "on an H100 since: see [GPUs](../../docs/accelerators.md#gpus).",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/engine.md and docs/tunix.md into docs/images, as SVG.
+"""Draws pictures of docs/architecture.md, interruptions.md and tunix.md into docs/images, as SVG.
 
     python docs/make_diagrams.py                 # after a change here
     python docs/make_diagrams.py --output /tmp/x --format png    # to look at them

@@ -29,10 +29,7 @@ from tunix_sgljax.training.models import named_config
 OUTPUT = Path(__file__).with_name("models.md")
 _CONFIGS = Path(__file__).parents[1] / "tests" / "real_configs"
 _BEGIN, _END = "<!-- models: made by docs/make_models_table.py -->\n", "<!-- end of models -->\n"
-_HEAD = (
-    "| models | parameters | folder | Tunix model | difference |",
-    "|---|---:|---|---|---|",
-)
+_HEAD = ("| models | parameters | refused, or different |", "|---|---:|---|")
 _SHAPES = (
     "vocab_size",
     "hidden_size",
@@ -73,7 +70,7 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def _cells(name: str, config: dict[str, Any], count: int) -> str:
-    """Size, what the engine says to a folder and to Tunix's model, and where those differ.
+    """Size, how the engine refuses a folder or Tunix's model, and where those differ.
 
     Args:
         name: Tunix's name of the model.
@@ -81,12 +78,18 @@ def _cells(name: str, config: dict[str, Any], count: int) -> str:
         count: Its parameters, where the engine cannot count them.
     """
     folder, tunix = _from_folder(config), _from_tunix(name)
-    differing = ""
     if isinstance(folder, ModelConfig):
         count = preview_engine(folder).num_parameters
-        if isinstance(tunix, ModelConfig):
-            differing = "; ".join(_differences(folder, tunix))
-    return f"{count:,} | {_verdict(folder)} | {_verdict(tunix)} | {differing}"
+    if isinstance(folder, ModelConfig) and isinstance(tunix, ModelConfig):
+        notes = list(_differences(folder, tunix))
+    else:  # an error ends with what is supported instead
+        sides = {"the folder": folder, "Tunix's model": tunix}.items()
+        notes = [
+            f"{side} is refused: {error.partition(';')[0]}"
+            for side, error in sides
+            if isinstance(error, str)
+        ]
+    return f"{count:,} | {'; '.join(notes)}"
 
 
 def _from_folder(config: dict[str, Any]) -> ModelConfig | str:
@@ -101,11 +104,6 @@ def _from_tunix(name: str) -> ModelConfig | str:
         return to_model_config(named_config(name), context_length=1)
     except UnsupportedModelError as error:
         return str(error)
-
-
-def _verdict(model: ModelConfig | str) -> str:
-    # An error ends with what is supported instead.
-    return "yes" if isinstance(model, ModelConfig) else f"no: {model.partition(';')[0]}"
 
 
 def _differences(folder: ModelConfig, tunix: ModelConfig) -> Iterator[str]:

@@ -32,11 +32,10 @@ SGLANG_NAMES = {"sampling_seed": "seed", "no_stop_trim": "include_stop_str_in_ou
 
 _BEGIN, _END = "<!-- fields: made by docs/make_server_fields.py -->\n", "<!-- end of fields -->\n"
 _UNUSED = "accepted and not used"
-_FOREIGN_TEXT = """### Accepted when empty, refused else
-
-Other fields of SGLang, vLLM and OpenAI are accepted with values that ask for nothing: null, an
-empty text, list or object, mostly false, and their servers' defaults. Any other value gets status
-400 and a message that says why, and what to do instead.
+_FOREIGN_TEXT = """Other fields of SGLang, vLLM and OpenAI are accepted with values that ask for
+nothing: null, an empty text, list or object, mostly false, and their servers' defaults. Any other
+value gets status 400 and a message that says why, and what to do instead. Other names are unknown
+and refused.
 """
 
 
@@ -48,41 +47,36 @@ def render(text: str) -> str:
 
 
 def _sections() -> Iterator[str]:
-    shared = SamplingFields.model_fields
-    yield "### Sampling\n"
-    yield (
-        "`sampling_params` of `/generate` has the fields of [Sampling](sampling.md#supported), "
-        + " and ".join(f"`{name}` for `{own}`" for name, own in SGLANG_NAMES.items())
-        + ". The bodies of OpenAI's routes have these themselves: "
-        + ", ".join(map(_code, shared))
-        + ".\n"
-    )
-    yield "### `/generate`\n"
-    yield _list(_described(GenerateReqInput))
-    yield "### `/v1/completions` and `/v1/chat/completions`\n"
-    yield _list(_described(OpenAIRequest, without=shared))
     openai = OpenAIRequest.model_fields
-    yield "`/v1/completions` alone:\n"
-    yield _list(_described(CompletionRequest, without=openai))
-    yield "`/v1/chat/completions` alone:\n"
-    yield _list(_described(ChatRequest, without=openai))
+    yield "| in | fields |\n|---|---|"
+    yield (
+        "| `sampling_params` of `/generate` | those of [Sampling](sampling.md#supported), "
+        + ", ".join(f"`{name}` for `{own}`" for name, own in SGLANG_NAMES.items())
+        + " |"
+    )
+    yield _row("`/generate`", _described(GenerateReqInput))
+    yield _row("bodies of OpenAI's routes", _described(OpenAIRequest))
+    yield _row("`/v1/completions` alone", _described(CompletionRequest, without=openai))
+    yield _row("`/v1/chat/completions` alone", _described(ChatRequest, without=openai))
+    yield ""
     yield _FOREIGN_TEXT
 
 
-def _described(
-    body: type[Body], names: Any = None, without: Mapping[str, Any] | None = None
-) -> dict[str, str]:
+def _described(body: type[Body], without: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Descriptions by field; those of sampling are where `SamplingParams` is described."""
     fields = body.model_fields
-    chosen = [name for name in names or fields if name not in (without or {})]
+    chosen = [name for name in fields if name not in (without or {})]
     for name in chosen:
-        assert fields[name].description, f"{body.__name__}.{name} has no description"
+        is_sampling = name in SamplingFields.model_fields
+        assert is_sampling or fields[name].description, f"{body.__name__}.{name} is not described"
     return {name: fields[name].description or "" for name in chosen}
 
 
-def _list(rows: Mapping[str, str]) -> str:
-    unused = [_code(name) for name, text in rows.items() if text == _UNUSED]
-    lines = [f"- {_code(name)}: {text}" for name, text in rows.items() if text != _UNUSED]
-    return "\n".join([*lines, *([f"- {', '.join(unused)}: {_UNUSED}"] if unused else []), ""])
+def _row(where: str, texts: Mapping[str, str]) -> str:
+    used = [_code(name) for name, text in texts.items() if text != _UNUSED]
+    unused = [_code(name) for name, text in texts.items() if text == _UNUSED]
+    end = f"; {_UNUSED}: {', '.join(unused)}" if unused else ""
+    return f"| {where} | {', '.join(used)}{end} |"
 
 
 def _code(text: str) -> str:

@@ -47,7 +47,7 @@ def write_page(folder: Path) -> Path:
         "# Benchmark results",
         "",
         "Made by `benchmarks/lib/page.py` from the files here: the current result of each model",
-        "and machine. How to read them: [docs/benchmarks.md](../../docs/benchmarks.md).",
+        "and machine. How to read them: [Benchmarks](../../docs/performance.md#benchmarks).",
         *(
             ["Older and superseded ones are in [the archive](archive/README.md)."]
             if (folder / "archive").exists()

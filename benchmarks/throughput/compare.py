@@ -7,7 +7,7 @@
 For each model the machine's ceilings; then, workload by workload, first greedy tokens, which must
 agree, and pairs of runs in alternating order. The vanilla sampler runs as one whole batch, and in
 the best of some micro-batches if that promises to be faster. What counts is useful tokens a second:
-those that a request asked for. Everything is compiled before. docs/benchmarks.md says how to read
+those that a request asked for. Everything is compiled before. docs/performance.md says how to read
 the results.
 """
 

@@ -197,10 +197,6 @@ def delete_norm(weights: dict[str, Any]) -> None:
     weights["model.norm.weight"].delete()
 
 
-def turn(weights: dict[str, Any], name: str = "model.layers.0.mlp.up_proj.weight") -> None:
-    weights[name] = weights[name].T
-
-
 def fields(**given: Any) -> None:
     check_fields(rollout_config(**given))
 
@@ -494,7 +490,6 @@ TABLE = [Row(*row) for row in (
     ("weights_file", lambda _: same_model_weights(TINY, FOLDER / "model.safetensors", None),
      WeightLoadError),
     ("weights_do_not_fit", lambda _: update(forget_head), WeightSyncError),
-    ("other_orientation", lambda _: update(turn), WeightSyncError),
     ("not_finite", lambda _: update(lambda w: w["model.norm.weight"].fill(np.nan)),
      WeightSyncError),
     ("rules_type", lambda _: check_rules([PAIR]), WeightSyncError),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import runpy
-import types
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -46,19 +45,3 @@ def test_the_rows_of_a_step_are_up_to_date(tmp_path):
     script["main"]()
     drawn = paths(tmp_path / "long_tail.svg")
     assert drawn == paths(DOCS / "images/long_tail.svg"), "draw long_tail.svg again"
-
-
-@pytest.mark.soak
-def test_accepted_runs(tmp_path):
-    """The picture of a policy's own answers is drawn; what is in it depends on the machine."""
-    script = runpy.run_path(str(DOCS / "make_accepted_runs.py"))
-    assert script["main"](["--output", str(tmp_path / "runs.svg")]) == 0
-    assert "<svg" in (tmp_path / "runs.svg").read_text()
-
-
-def test_steps_of_accepted_runs():
-    script = runpy.run_path(str(DOCS / "make_accepted_runs.py"))
-    steps = script["steps_of"](
-        types.SimpleNamespace(output_ids=[1, 2, 3, 4], draft_sources=[1, 0, 0, 2])
-    )
-    assert steps == [[(1, 1), (2, 0)], [(3, 0)], [(4, 2)]]

@@ -64,6 +64,9 @@ def table() -> str:
     for end in ENDS.values():
         calls = "never return" if end.calls is None else "`EngineShutdownError`"
         lines.append(f"| {end.what} | {end.code} | {calls} |")
+    alike: dict[str, list[str]] = {}
+    for what, special in FORKS.values():
+        alike.setdefault(special, []).append(what)
     lines += ["", "| A child process | What is special |", "|---|---|"]
-    lines += [f"| {what} | {special} |" for what, special in FORKS.values()]
+    lines += [f"| {'; '.join(children)} | {special} |" for special, children in alike.items()]
     return "\n".join(lines)

@@ -93,8 +93,8 @@ TABLES = MappingProxyType(
         ),
         "h200": StepTable(
             source="Qwen3-0.6B on one H200, measured: benchmarks/results/gpu_ladder.md and "
-            "docs/gpu.md (3.78 ms for 128 rows, 2.3 of it attention of 576 keys a row; prefill of "
-            "2,048 tokens), and 0.3 ms of host a dispatch, assumed",
+            "docs/accelerators.md (3.78 ms for 128 rows, 2.3 of it attention of 576 keys a row; "
+            "prefill of 2,048 tokens), and 0.3 ms of host a dispatch, assumed",
             rows=_ACCELERATOR_ROWS,
             step_s=(1.48e-3,) * len(_ACCELERATOR_ROWS),
             key_s=3.12e-8,

@@ -36,7 +36,7 @@ _FLOAT32 = (ParamKind.NORM, ParamKind.OFFSET_NORM, ParamKind.RECURRENT)
 """Kinds of parameters that are always float32.
 
 Trainers also compute norms in float32, with weights that may be float32. Rounding these to bfloat16
-alone undoes the gain of computing in the trainer's dtype (docs/mismatch.md).
+alone undoes the gain of computing in the trainer's dtype (docs/observability.md).
 """
 
 
