@@ -8,13 +8,10 @@ A test compares the file with `render()` and looks for the test of every field.
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from sgljax_engine import FOREIGN_FIELDS, ForeignField, SamplingParams
-from sgljax_engine.sampling_params import LogprobOptions
 
 OUTPUT = Path(__file__).with_name("sampling.md")
 _ROWS = "tests/engine/test_sampling_table.py::TestRows::test_"
@@ -35,12 +32,12 @@ TESTS = {
 REFUSAL_TEST = "tests/engine/test_sampling_table.py::TestRefused::test_field"
 
 LOGPROB_ARGUMENTS = {
-    "return_logprob": ("enabled", _LOGPROBS + "return_logprob_alone"),
-    "logprob_start_len": ("start_len", _LOGPROBS + "prompt_from_a_position"),
-    "top_logprobs_num": ("top_num", _LOGPROBS + "lists_match_float64"),
-    "token_ids_logprob": ("token_ids", _LOGPROBS + "lists_match_float64"),
+    "return_logprob": _LOGPROBS + "return_logprob_alone",
+    "logprob_start_len": _LOGPROBS + "prompt_from_a_position",
+    "top_logprobs_num": _LOGPROBS + "lists_match_float64",
+    "token_ids_logprob": _LOGPROBS + "lists_match_float64",
 }
-"""Arguments of `Engine.generate`: the field of `LogprobOptions`, and the test."""
+"""Arguments of `Engine.generate`, and their tests."""
 
 VLLM_NAMES = {
     "max_new_tokens": "max_tokens",
@@ -56,13 +53,15 @@ _HEAD = """# Sampling
 <!-- Written by docs/make_sampling_table.py; do not edit. -->
 
 Every field of vLLM's `SamplingParams` and of this engine's is supported and tested, or refused with
-an error that says what to do instead. Nothing is ignored. Pass `SamplingParams` or a dict with the
-same names, for all prompts of a call or one for each. In a dict, None is the field's default.
+an error that says what to do instead. Pass `SamplingParams` or a dict with the same names, for all
+prompts of a call or one for each. In a dict, None is the field's default.
 """
 
 _SUPPORTED = """## Supported
 
-`tests/engine/test_sampling_table.py` and `test_logprob_options.py` test each.
+[SamplingParams](reference/requests.md#sgljax_engine.SamplingParams) has meaning, default and range
+of each field, and [generate](reference/engine.md#sgljax_engine.Engine.generate) those of the
+arguments for log-probs:
 """
 
 _REFUSED = """## Refused
@@ -78,33 +77,26 @@ Logits of each step go through
 1. `allowed_token_ids`, then `bad_token_ids`;
 2. `min_new_tokens`: no stop token yet;
 3. `logit_bias`;
-4. `repetition_penalty` (tokens of prompt and output), `frequency_penalty`, `presence_penalty`
-   (tokens of the output);
+4. `repetition_penalty` (prompt and output), `frequency_penalty`, `presence_penalty` (output);
 5. `temperature`; at 0 the most likely token is taken, and filters do not matter;
 6. `top_k`, then `top_p` over what remains, then `min_p`, as in SGLang; vLLM applies `min_p` first.
 
-Ties with the last kept token are kept. All steps are tested against float64.
-
-A request with a seed gives the same tokens in any batch, also after a retraction, up to
-[rounding](determinism.md). With the JIT-compiled CPU kernels a seed draws other tokens than with
-portable code.
+Ties with the last kept token are kept.
 
 ## Log-probs
 
-| log-prob | of | where |
+| log-prob | definition | where |
 |---|---|---|
 | raw | log softmax(logits) | `output_token_logprobs`, `RequestOutput.logprobs` |
-| processed | the distribution that the token was drawn from; 0 when greedy | \
+| processed | of the distribution that the token was drawn from; 0 when greedy | \
 `output_processed_logprobs`, `RequestOutput.processed_logprobs` |
-| scaled | log softmax(logits / temperature); raw when greedy | `RequestOutput.scaled_logprobs` |
+| scaled | log softmax(logits / temperature); raw when greedy | `RequestOutput.scaled_logprobs`; \
+what the Tunix rollout returns |
 
-`meta_info` has SGLang's lists of `(log-prob, token id, None)`, as long as the output.
-`input_token_logprobs`, `{input,output}_top_logprobs` and `{input,output}_token_ids_logprobs` are
-raw. The first token of a prompt has None. Each output token has the log-prob of the weights that
-sampled it; prompt log-probs come from the weights with which the output started.
-
-The Tunix rollout returns the *scaled* ones, which are what Tunix's trainer recomputes. Its
-`logprobs_mode` selects others.
+`meta_info` has SGLang's lists of `(log-prob, token id, None)`. Those of the prompt
+(`input_token_logprobs`), of top tokens and of chosen tokens are raw. The first token of a prompt
+has None. An output token's log-prob is of the weights that sampled it, a prompt token's of the
+weights with which the output started.
 
 ## Experts
 
@@ -112,29 +104,45 @@ With `enable_return_routed_experts=True`, which a model without experts refuses,
 which experts its tokens went through. `RequestOutput.routed_experts`, in dicts
 `meta_info["routed_experts"]`, is an array [tokens, layers, experts of a token], uint8 for up to 256
 experts, the most probable expert first. It has a row for each token of prompt and output but the
-last one, which the model has not seen. A stream has it in its last item.
-
-The choices are kept beside the keys of each token, through prefix cache and sleep: they are those
-of the pass that computed the keys. So a retracted request has the choices of the weights that
-prefilled it again. They take 384 bytes a token for Qwen3-30B-A3B, 0.4 % of its keys in bfloat16.
-
-The field is None for a request that was aborted before it decoded, and for an output that was
-finished when a [checkpoint](interruptions.md#checkpoints) was saved.
+last one, which the model has not seen. A stream has it in its last item. A retracted request has
+the choices of the weights that prefilled it again. It is None for a request that was aborted before
+it decoded, and for an output that was finished when a [checkpoint](interruptions.md#checkpoints) was saved.
 
 ## Streaming
 
-`generate(stream=True)` returns an iterator immediately. Each item has `index`, the position of its
-output in the call, and what is new: text, `output_ids` and log-probs. The items add up to what
-`stream=False` returns; text is held back until no later token can change it. Closing or dropping
-the iterator aborts unfinished requests.
+`generate(stream=True)` returns an iterator immediately. Each item has what is new of the
+output at position `index`: text, `output_ids` and log-probs. Text is held back until no later token
+can change it. Closing or dropping the iterator aborts unfinished requests.
+
+## Deterministic sampling
+
+It gives the tokens and log-probs of a greedy or seeded request the same bits, whatever its batch
+mates, order of arrival, prefix cache, chunked prefill, page and pool size, retraction, pauses,
+sleep, steps per dispatch and buckets. `score` and `get_per_token_logps` give the same bits.
+
+| where | |
+|---|---|
+| one CPU with the JIT-compiled kernels | always, in every dtype and with any number of threads; \
+[no cost](../benchmarks/results/determinism.md) |
+| one NVIDIA GPU | with `enable_deterministic_sampling=True`, for [7 % of a step](accelerators.md#gpus) on an \
+H200 |
+| elsewhere | no |
+
+True is refused for several devices, TPUs, CPUs without the kernels, a head_dim that fills no vector
+of the CPU, `attention_backend="xla"` and `linear_backend="xla"`. On GPUs `linear_backend` must be
+"pallas", which "auto" picks on Hopper; models with experts, recurrent states or shared keys,
+adapters and int8 weights are refused.
+
+- Another machine, or another version of JAX or XLA, may give other bits. A seed draws other tokens
+  with the JIT-compiled CPU kernels than with portable code.
+- A request that keeps keys of older weights (`in_place`) depends on the time of the update.
+- Equal weights give equal bits. `Engine.find_differing_weights(source)` and
+  `SglJaxRollout.find_differing_weights(state)` name weights that differ from their source.
+
+The JIT-compiled kernels add in one order, whatever the number of tokens: products along their
+inputs, attention over spans of 256 keys, norms by the number of channels, recurrent states token by
+token, sampling over blocks of 128 of the vocabulary.
 """
-
-
-def attribute_docs(owner: type) -> dict[str, str]:
-    """The "Attributes" of a class docstring, each on one line."""
-    body = inspect.cleandoc(owner.__doc__ or "").split("Attributes:\n")[1]
-    entries = re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", body, re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in entries}
 
 
 def test_of(name: str) -> str:
@@ -142,25 +150,17 @@ def test_of(name: str) -> str:
     return TESTS.get(name, _ROWS + name)
 
 
-def _field_rows() -> list[str]:
-    docs = attribute_docs(SamplingParams)
-    rows = ["| field | default | meaning and range |", "|---|---|---|"]
-    for field in dataclasses.fields(SamplingParams):
-        vllm = VLLM_NAMES.get(field.name)
-        note = "" if vllm is None else f" (vLLM: `{vllm}`)" if vllm else " (not in vLLM)"
-        rows.append(f"| `{field.name}` | `{field.default!r}` | {docs[field.name]}{note} |")
-    return rows
-
-
-def _logprob_rows() -> list[str]:
-    docs = attribute_docs(LogprobOptions)
-    defaults = {field.name: field.default for field in dataclasses.fields(LogprobOptions)}
-    rows = ["| argument of `generate` | default | meaning and range |", "|---|---|---|"]
-    rows += [
-        f"| `{name}` | `{defaults[field]!r}` | {docs[field]} |"
-        for name, (field, _) in LOGPROB_ARGUMENTS.items()
+def _field_lines() -> list[str]:
+    names = [field.name for field in dataclasses.fields(SamplingParams)]
+    renamed = [f"`{name}` (there `{vllm}`)" for name, vllm in VLLM_NAMES.items() if vllm]
+    ours = [f"`{name}`" for name, vllm in VLLM_NAMES.items() if not vllm]
+    return [
+        f"- {', '.join(f'`{name}`' for name in names)}",
+        f"- {', '.join(f'`{name}`' for name in LOGPROB_ARGUMENTS)}",
+        "",
+        f"vLLM's names are the same, but for {' and '.join(renamed)}; vLLM lacks "
+        f"{', '.join(ours)}.",
     ]
-    return rows
 
 
 def foreign_list(fields: Iterable[ForeignField]) -> list[str]:
@@ -187,8 +187,7 @@ def render() -> str:
     sections = [
         _HEAD,
         _SUPPORTED,
-        "\n".join(_field_rows()) + "\n",
-        "\n".join(_logprob_rows()) + "\n",
+        "\n".join(_field_lines()) + "\n",
         _REFUSED,
         "\n".join(foreign_list(FOREIGN_FIELDS.values())) + "\n",
         _TAIL,

@@ -230,7 +230,7 @@ class RuntimeConfig:
             batched, chunked, cached, paused or put to sleep. None, the default, does so where it is
             free: with "native" attention and projections. True asks for it: on one NVIDIA GPU other
             kernels do so at a price, and elsewhere it is refused. `attention_backend` must then be
-            "auto", "native" or "pallas". See docs/determinism.md.
+            "auto", "native" or "pallas". See docs/sampling.md.
         random_seed: Seed of random weights, and of the seeds drawn for requests without one. None
             takes the operating system's entropy for requests and 0 for weights.
         check_finite: Refuse weights that hold NaN or infinity, at the start and in each update that

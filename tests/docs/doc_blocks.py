@@ -53,19 +53,25 @@ def blocks(page: str) -> list[Block]:
     return found
 
 
-def run(page: str, names: dict[str, Any]) -> int:
+def line_of(page: str, heading: str) -> int:
+    """The line of a heading of a page, from 1."""
+    return (DOCS / page).read_text(encoding="utf-8").splitlines().index(heading) + 1
+
+
+def run(page: str, names: dict[str, Any], lines: range = range(sys.maxsize)) -> int:
     """Runs a page's Python blocks one after another; returns how many.
 
     Args:
         page: Its path in docs/.
         names: What the blocks may use beside one another's names.
+        lines: Where the blocks that are run begin, from 1.
 
     Raises:
         AssertionError: a block did not print what is below it.
     """
     count = 0
     for block in blocks(page):
-        if block.kind != "python":
+        if block.kind != "python" or block.line not in lines:
             continue
         # Line numbers of the page in tracebacks.
         code = compile("\n" * (block.line - 1) + block.code, f"docs/{page}", "exec")

@@ -68,7 +68,7 @@ def test_what_the_training_of_the_picture_learns():
 
 def test_the_real_models_page_has_the_pictures_seconds(plot):
     ours, our_total, vanilla, total, times, whole = numbers(
-        "docs/real_model.md",
+        "docs/first_steps.md",
         r"rollouts took (\d+) s of (\d+) with this engine and (\d+) s of (\d+) with vanilla: "
         r"(\d+) times as long a step, and the whole run ([\d.]+) times",
     )
@@ -160,7 +160,7 @@ def test_versions():
 def test_the_range_of_jax_is_that_of_the_install_matrix():
     cases = result("install_matrix")["results"]
     lowest, highest, first, last = re.findall(
-        r"JAX ([\d.]+) to ([\d.]+), Python ([\d.]+) to ([\d.]+)", read("docs/compatibility.md")
+        r"JAX ([\d.]+) to ([\d.]+), Python ([\d.]+) to ([\d.]+)", read("docs/installation.md")
     )[0]
 
     def key(version: str) -> list[int]:

@@ -31,50 +31,27 @@ The recipes in [Tunix's repository](https://github.com/google/tunix) at {commit}
 named and nothing else changed, as [Use it from Tunix](tunix.md) has it:
 **{num_running} of {num_all} run.**
 
-Each was run small: its family of models with random weights, its LoRA rule, its fields of
-`RolloutConfig`, its sections for other engines, its learner, for two steps. The meshes are its own
-on {num_devices} simulated devices; larger ones are halved until they fit. Those for the command
-line went through `tunix-sgljax tunix grpo`. In the end the rollout held exactly the weights that
-the trainer had made. `tests/recipes` has the recipes, and runs them again.
+Each was run small for two steps: its family of models with random weights, its LoRA rule, its
+fields of `RolloutConfig`, its sections for other engines, its learner, its meshes of fsdp x tp
+(trainer + rollout) halved until they fit {num_devices} simulated devices. YAML files and shell
+scripts ran by `tunix-sgljax tunix grpo`. In the end the rollout held exactly the weights that the
+trainer had made (`tests/recipes`).
+
+The PPO recipes ran as programs with Tunix's `PPOLearner`, since google-tunix 0.1.7 has no command
+for them; their critic is a small Qwen3, for 0.1.7 cannot make one of a Gemma or a Llama.
 """
 _TAIL = """
-*names* is what the recipe gives as `rollout_engine`. *meshes* are (fsdp, tp) of the trainer, which
-the rollout shares unless there is a second. The PPO recipes ran as programs with Tunix's
-`PPOLearner`, since google-tunix 0.1.7 has no command for them; their critic is a small Qwen3, for
-0.1.7 cannot make one of a Gemma or a Llama.
-
 ## Newer recipes
 
 Tunix's main has more of them after {commit}, all with workers over gRPC and Raiden, its transfer
-between TPUs. They were read, each at the commit that it links to, and not run: no whole checkout of
-their time was to be had.
+between TPUs. They were read, not run:
 
-| recipe | model | here |
-|---|---|---|
+- Qwen3 0.6B (`recipes/ci_smoke_gsm8k_qwen3_0p6b.sh` at 035dbdb9): by the
+  [nodes](experimental_sampler.md), as 32, with a folder in place of Raiden.
+- The same in MaxText (03f93b8b): its trainer has no node here.
+- FrozenLake, Gemma 4 E2B (1c2dcdc2): the nodes read Qwen2, Qwen3 and Llama 3 alone.
 """
-_NEWER = (
-    (
-        "recipes/ci_smoke_gsm8k_qwen3_0p6b.sh",
-        "035dbdb9",
-        "Qwen3 0.6B",
-        "as 32, by the [nodes](experimental_sampler.md#nodes), with a folder in place of Raiden",
-    ),
-    (
-        "recipes/ci_smoke_gsm8k_qwen3_0p6b_maxtext.sh",
-        "03f93b8b",
-        "Qwen3 0.6B in MaxText",
-        "its trainer has no node here",
-    ),
-    (
-        "frozenlake_dist/run_gemma4_e2b.sh",
-        "1c2dcdc2",
-        "Gemma 4 E2B",
-        "the nodes read Qwen2, Qwen3 and Llama 3 alone",
-    ),
-)
-"""File, commit, model, and what of each there is here."""
-_EXAMPLES = "https://github.com/google/tunix/blob/{}/tunix/experimental/examples"
-_COLUMNS = "| | recipe | trains | meshes | names | |\n|---:|---|---|---|---|---|\n"
+_COLUMNS = "| | recipe | trains | meshes | |\n|---:|---|---|---|---|\n"
 
 
 def run_recipes(numbers: Iterable[int], python: str | Path = sys.executable) -> dict[int, str]:
@@ -122,19 +99,16 @@ def row(recipe: Recipe, outcome: str) -> str:
         trains += f", computes in {recipe.dtype}"
     if recipe.pad_is_eos:
         trains += ", pads with the end token"
-    meshes = str(recipe.mesh)
+    meshes = "x".join(map(str, recipe.mesh))
     if recipe.rollout_mesh is not None:
-        meshes += f" + {recipe.rollout_mesh}"
+        meshes += f" + {'x'.join(map(str, recipe.rollout_mesh))}"
         meshes += " on the same devices" if recipe.shares_devices else ""
     if recipe.stops_at:
         outcome = f"its training {outcome}; not {recipe.stops_at}"
     elif recipe.remark:
         outcome += f"; {recipe.remark}"
     link = f"[{recipe.title}](https://github.com/google/tunix/blob/{COMMIT}/{recipe.source})"
-    way = "CLI" if recipe.way == "cli" else "program"
-    return (
-        f"| {recipe.number} | {link}, {way} | {trains} | {meshes} | {recipe.engine} | {outcome} |"
-    )
+    return f"| {recipe.number} | {link} | {trains} | {meshes} | {outcome} |"
 
 
 def num_running(outcomes: Mapping[int, str]) -> int:
@@ -152,12 +126,7 @@ def render(outcomes: Mapping[int, str]) -> str:
         num_devices=NUM_DEVICES,
     )
     rows = [row(recipe, outcomes.get(recipe.number, "")) for recipe in RECIPES]
-    newer = [
-        f"| [{path}]({_EXAMPLES.format(commit)}/{path}) | {model} | {here} |"
-        for path, commit, model, here in _NEWER
-    ]
-    tail = _TAIL.format(commit=COMMIT) + "\n".join(newer) + "\n"
-    return head + "\n" + _COLUMNS + "\n".join(rows) + "\n" + tail
+    return head + "\n" + _COLUMNS + "\n".join(rows) + "\n" + _TAIL.format(commit=COMMIT)
 
 
 def outcomes_of(page: str) -> dict[int, str]:

@@ -148,7 +148,6 @@ def _ppo(number: int, title: str, model: str, source: str, **fields: Any) -> Rec
         learner="ppo",
         model=model,
         engine="vanilla",
-        remark="its command came after google-tunix 0.1.7",
         **fields,
     )
 
@@ -250,7 +249,7 @@ RECIPES = (
         section=_DISAGG_8B,
         algorithm={"beta": 0.08, "epsilon": 0.2, "max_concurrency": 128, "max_turns": 1},
         elsewhere="maxtext",
-        remark="by `make test-maxtext`, in an environment with MaxText",
+        remark="by `make test-maxtext`",
     ),
     _grpo(14, "Gemma 4 E2B", "gemma4", "configs/gemma4_e2b.yaml", lora=_EINSUMS, mesh=(8, 1)),
     _ppo(15, "Gemma 2 2B", "gemma2", "configs/gemma2_2b.yaml", lora=_EINSUMS),

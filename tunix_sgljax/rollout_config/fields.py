@@ -1,6 +1,6 @@
 """Every field of Tunix's RolloutConfig, and what it means for `SglJaxRollout`.
 
-Covers google-tunix 0.1.7 and its main branch. docs/switching.md is generated from these tables.
+Covers google-tunix 0.1.7 and its main branch. docs/tunix.md is generated from these tables.
 """
 
 from __future__ import annotations
@@ -77,14 +77,13 @@ max_tokens_to_generate | mapped | max_new_tokens |
 temperature | mapped | temperature | 0 is greedy
 top_p | mapped | top_p | None means 1.0
 top_k | mapped | top_k | None, -1 and 0 keep all tokens
-seed | mapped | seed | of each row. None: fresh randomness in every call. An int or a JAX key: the
-  run is reproducible; draws depend on the seed, the number of earlier calls with it, and the row
-eos_tokens | mapped | stop_token_ids | instead of the end tokens of the tokenizer and of the folder
-  that `rollout_sglang_jax_model_version` or `rollout_vllm_model_version` names
+seed | mapped | seed | of each row; None is fresh randomness in every call; with an int or a JAX key
+  the run is reproducible
+eos_tokens | mapped | stop_token_ids | instead of the end tokens of the tokenizer and of the model's
+  folder
 max_prompt_length | mapped | - | width of the returned left-padded prompts; a longer prompt is never
   cut, the width grows to the next power of two
-return_logprobs | mapped | - | whether `logprobs` are returned: of softmax(logits / temperature), as
-  Tunix's trainer computes them, unless `logprobs_mode` says otherwise
+return_logprobs | mapped | - | whether [`logprobs`](#what-differs) are returned
 """
 )
 """Fields read at every call."""
@@ -92,7 +91,7 @@ return_logprobs | mapped | - | whether `logprobs` are returned: of softmax(logit
 MODEL_FIELDS = _table(
     """
 data_type | mapped | dtype | of weights, activations and KV cache; None takes [what Tunix computes
-  the actor in](tunix.md#dtype)
+  the actor in](#dtype)
 rollout_mapping_config | mapped | - | weight mapping with transposes and hooks; without it, the
   model's own for `sglang_jax`, or else the built-in one
 kv_cache_size | mapped | - | bounds a sequence if no context length is set: the larger of this value
@@ -111,7 +110,7 @@ return_routed_experts | mapped | enable_return_routed_experts | `routed_experts`
 SGLANG_JAX_FIELDS = _table(
     """
 model_version | mapped | - | a local Hugging Face folder gives the model's shape and its end tokens;
-  any other name is accepted, since shape and weights come from the actor
+  any other name is accepted
 context_length | mapped | max_model_len |
 mem_fraction_static | mapped | mem_fraction_static | of the memory that the weights leave free; both
   defaults are 0.2
@@ -119,7 +118,7 @@ init_with_random_weights | named | - | weights come from the actor, never from a
 disable_radix_cache | mapped | disable_radix_cache | its default, True, shares all the same;
   `SglJaxRollout(disable_radix_cache=True)` does not
 enable_deterministic_sampling | mapped | enable_deterministic_sampling | the same bits whatever the
-  batch ([Deterministic sampling](determinism.md))
+  batch ([Deterministic sampling](sampling.md#deterministic-sampling))
 use_sort_for_toppk_minp | named | - | thresholds are looked up exactly, without a sort
 enable_static_lora | accepted | - | the actor's parameters show whether it has LoRA
 enable_single_process | named | - | it is always one process
@@ -136,7 +135,7 @@ load_format | named | - | weights come from the actor
 max_running_requests | mapped | max_running_requests | None is the engine's default of 256
 log_level | mapped | - | level of our packages' loggers; "info" leaves them alone
 kwargs | mapped | - | engine options by their own names, and by SGLang's and vLLM's as
-  [below](#names-of-engine-options); unknown ones are refused
+  [below](#names-of-engine-options); others are refused
 """,
     prefix="rollout_sglang_jax_",
 )
@@ -165,12 +164,12 @@ delete_dst_buffers | named | - | old weights are freed when the new ones serve
 free_kv_cache_during_weight_sync | named | - | `SglJaxRollout(release_kv_between_steps=True)` frees
   it, and so during a sync
 overlap_postprocessing | named | - | texts are always made while the device runs
-max_num_batched_tokens | translated | chunked_prefill_size | the maximum tokens of a prefill; its
-  activations take memory beside the KV cache
+max_num_batched_tokens | translated | chunked_prefill_size | activations of a prefill of that size
+  must fit beside the KV cache
 max_num_seqs | translated | max_running_requests |
 reshard_chunk_size | named | - | an update takes no more memory than it needs
-kwargs | translated | - | vLLM's engine options, as [below](#names-of-engine-options); those without
-  a counterpart, and those that are not known, are named in the warning
+kwargs | translated | - | vLLM's engine options, as [below](#names-of-engine-options); the warning
+  names others
 sampling_kwargs | translated | - | fields of [SamplingParams](sampling.md), by vLLM's names or the
   engine's; [below](#vllms-sampling-fields)
 """,

@@ -2,7 +2,7 @@
 
 Sections that Tunix's command line has, have its names and words. Those whose fields are Tunix's own
 are mappings, which Tunix's classes check; the docstrings below describe the rest, and
-docs/training.md is made from them.
+docs/training.md shows them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/switching.md: every field of RolloutConfig, as the code treats it."""
+"""docs/tunix.md: every field of RolloutConfig, as the code treats it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tunix_sgljax.rollout_config.engine_options import ask_options
 from tunix_sgljax.rollout_config.fields import FIELDS, default_of
 from tunix_sgljax.rollout_config.vllm_sampling import DECIDED, RENAMED, WITHOUT_MEANING
 
-maker = doc_blocks.load_script("make_switching_tables")
+maker = doc_blocks.load_script("make_rollout_fields")
 
 INSTALLED = {field.name: field for field in dataclasses.fields(RolloutConfig)}
 OTHER: dict[str, typing.Any] = {
@@ -84,19 +84,28 @@ def test_every_field_is_in_the_table():
 
 def test_the_page_is_up_to_date():
     text = maker.OUTPUT.read_text(encoding="utf-8")
-    assert text == maker.render(text), "run python docs/make_switching_tables.py"
+    assert text == maker.render(text), "run python docs/make_rollout_fields.py"
 
 
 def test_the_page_has_every_field_once():
     text = maker.OUTPUT.read_text(encoding="utf-8")
+    tables = text.partition("<!-- fields:")[2].partition("### Names of engine options")[0]
+    set_here, _, unread = tables.partition("### Without a meaning")
     rows = re.findall(
-        r"^\| `(\w+)` \| (mapped|translated|checked|accepted|named) \| (.+) \|$", text, re.MULTILINE
+        r"^\| `(\w+)` \| (?:\*(accepted|checked)\*: )?(.+) \|$", set_here, re.MULTILINE
     )
+    kinds = {name: field.treatment for name, field in FIELDS.items()}
     assert [(name, kind) for name, kind, _ in rows] == [
-        (name, field.treatment) for name, field in FIELDS.items()
+        (name, kind if kind in ("accepted", "checked") else "")
+        for name, kind in kinds.items()
+        if kind != "named"
     ]
     for name, _, words in rows:
-        assert ("(Tunix's main branch)" in words) == FIELDS[name].is_new
+        assert ("(new)" in words) == FIELDS[name].is_new
+    cells = " ".join(re.findall(r"^\| (`.+?) \|", unread, re.MULTILINE))
+    found = {name: bool(new) for name, new in re.findall(r"`(\w+)`( \(new\))?", cells)}
+    assert cells.count("`") == 2 * len(found)
+    assert found == {n: FIELDS[n].is_new for n, kind in kinds.items() if kind == "named"}
     _, _, names = text.partition("### Names of engine options")
     for option in FOREIGN_OPTIONS.values():
         if option.option is not None:

@@ -1,6 +1,6 @@
-"""Writes the tables of docs/switching.md from the code that reads RolloutConfig.
+"""Writes the tables of docs/tunix.md from the code that reads RolloutConfig.
 
-    python docs/make_switching_tables.py
+    python docs/make_rollout_fields.py
 
 A test compares the file with `render()`.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 from sgljax_engine import FOREIGN_OPTIONS
 from tunix_sgljax.rollout_config import vllm_sampling as sampling_fields
 from tunix_sgljax.rollout_config.fields import (
+    FIELDS,
     MODEL_FIELDS,
     SAMPLING_FIELDS,
     SGLANG_JAX_FIELDS,
@@ -20,33 +21,36 @@ from tunix_sgljax.rollout_config.fields import (
     RolloutField,
 )
 
-OUTPUT = Path(__file__).with_name("switching.md")
+OUTPUT = Path(__file__).with_name("tunix.md")
 _BEGIN, _END = (
-    "<!-- fields: made by docs/make_switching_tables.py -->\n",
+    "<!-- fields: made by docs/make_rollout_fields.py -->\n",
     "<!-- end of fields -->\n",
 )
 
-_LATER = """Read from the training config when the rollout is made. Other configs leave them at
-their defaults or repeat them; a different value is refused. So the training config's context length
-must cover evaluation; without one, the longest config of the cluster decides."""
+_KINDS = {"accepted": "*accepted*: ", "checked": "*checked*: "}
+"""What stands before the text of a field that sets nothing."""
 
-_ENTRIES = """The option that an entry of `rollout_vllm_kwargs` or `rollout_sglang_jax_kwargs` sets.
-As a keyword of `SglJaxRollout` or `Engine` such a name is refused, and the error gives ours.
+_LATER = """Read from the training config when the rollout is made; a different value in another
+config is refused. So the context length must cover evaluation; without one, the longest config of
+the cluster decides."""
+
+_ENTRIES = """What an entry of `rollout_vllm_kwargs` or `rollout_sglang_jax_kwargs` sets. As a
+keyword of `SglJaxRollout` or `Engine` such a name is refused, and the error gives ours.
 """
 
 _WITHOUT = """
-{} more options of SGLang, vLLM and Tunix are known and have no counterpart. The warning, or the
-error, names each and says why.
+{} more options of SGLang, vLLM and Tunix are known and have no counterpart; the warning, or the
+error, says why.
 """
 
 _SAMPLING_ENTRIES = """`rollout_vllm_sampling_kwargs` takes all fields of [Sampling](sampling.md).
-What is refused there is refused here. `stop_token_ids` are added to the end tokens; `ignore_eos`
-leaves out the tokenizer's. A config without entries uses the training config's.
+`stop_token_ids` are added to the end tokens; `ignore_eos` leaves out the tokenizer's. A config
+without entries uses the training config's.
 """
 
 
 def render(text: str) -> str:
-    """The text of docs/switching.md with its tables regenerated."""
+    """The text of docs/tunix.md with its tables regenerated."""
     head, _, rest = text.partition(_BEGIN)
     _, _, tail = rest.partition(_END)
     return head + _BEGIN + "\n" + "\n".join(_sections()) + "\n" + _END + tail
@@ -59,6 +63,15 @@ def _sections() -> Iterator[str]:
     yield from _fields(
         "rollout_vllm_...", "Read like those above, `sampling_kwargs` at every call.", VLLM_FIELDS
     )
+    yield "### Without a meaning\n"
+    yield "| field | why |\n|---|---|"
+    unread: dict[str, list[str]] = {}
+    for field in FIELDS.values():
+        if field.treatment == "named":
+            unread.setdefault(field.text, []).append(f"`{field.name}`{_new(field)}")
+    for text, names in unread.items():
+        yield f"| {', '.join(names)} | {text} |"
+    yield ""
     yield "### Names of engine options\n"
     yield _ENTRIES
     yield "| here | there |\n|---|---|"
@@ -93,14 +106,20 @@ def _fields(title: str, intro: str, fields: Sequence[RolloutField]) -> Iterator[
     yield f"### {title}\n"
     if intro:
         yield f"{intro}\n"
-    yield "| field | | here |\n|---|---|---|"
+    yield "| field | here |\n|---|---|"
     for field in fields:
+        if field.treatment == "named":
+            continue
         parts = [f"`{field.target}`"] if field.target else []
         parts += [field.text] if field.text else []
         separator = " " if field.text.startswith(("of ", "instead ")) else "; "
-        new = " (Tunix's main branch)" if field.is_new else ""
-        yield f"| `{field.name}` | {field.treatment} | {separator.join(parts)}{new} |"
+        kind = _KINDS.get(field.treatment, "")
+        yield f"| `{field.name}` | {kind}{separator.join(parts)}{_new(field)} |"
     yield ""
+
+
+def _new(field: RolloutField) -> str:
+    return " (new)" if field.is_new else ""
 
 
 def _codes(names: Sequence[str]) -> str:
