@@ -106,7 +106,8 @@ which experts its tokens went through. `RequestOutput.routed_experts`, in dicts
 experts, the most probable expert first. It has a row for each token of prompt and output but the
 last one, which the model has not seen. A stream has it in its last item. A retracted request has
 the choices of the weights that prefilled it again. It is None for a request that was aborted before
-it decoded, and for an output that was finished when a [checkpoint](interruptions.md#checkpoints) was saved.
+it decoded, and for an output that was finished when a
+[checkpoint](interruptions.md#checkpoints) was saved.
 
 ## Streaming
 
@@ -124,8 +125,8 @@ sleep, steps per dispatch and buckets. `score` and `get_per_token_logps` give th
 |---|---|
 | one CPU with the JIT-compiled kernels | always, in every dtype and with any number of threads; \
 [no cost](../benchmarks/results/determinism.md) |
-| one NVIDIA GPU | with `enable_deterministic_sampling=True`, for [7 % of a step](accelerators.md#gpus) on an \
-H200 |
+| one NVIDIA GPU | with `enable_deterministic_sampling=True`, for \
+[7 % of a step](accelerators.md#gpus) on an H200 |
 | elsewhere | no |
 
 True is refused for several devices, TPUs, CPUs without the kernels, a head_dim that fills no vector
