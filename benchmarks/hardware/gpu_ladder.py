@@ -4,8 +4,9 @@
 
 Rungs, in order of worth: which JAX runs, and one kernel; the engine with XLA's code around its
 attention kernel; attention from projections on, with norms, rotary embedding and cache write in its
-kernel; gates in their products; residuals in theirs; an MLP alone, by tiles; the workload
-of nano-vllm's bench.py; prefill; int8; dispatches of more steps; samples with top-p, which sort;
+kernel; gates in their products; residuals in theirs; rollouts beside Tunix's sampler; weight sync,
+sleep and wake; log-probs beside the trainer's; an MLP alone, by tiles; the workload of nano-vllm's
+bench.py; prefill; int8; dispatches of more steps; samples with top-p, which sort;
 cuBLAS and JAX's own products for Hopper GPUs in place of Triton's; XLA's command buffers over loops
 and branches too, and without any. `gpu_rungs.RUNGS` has them all.
 
@@ -38,9 +39,9 @@ from typing import Any
 import jax
 
 from benchmarks.hardware.gpu_products import NotHereError
-from benchmarks.hardware.gpu_rungs import BASE, RUNGS, Ladder, Sizes
-from benchmarks.lib.environment import describe_environment
-from benchmarks.lib.reporting import ROOT, report_head, write_report
+from benchmarks.hardware.gpu_rungs import BASE, RUNGS, Ladder
+from benchmarks.hardware.gpu_sizes import Sizes
+from benchmarks.lib.reporting import ROOT, write_results
 
 
 def run_here(names: Sequence[str], *, is_smoke: bool, reference: Path) -> None:
@@ -171,16 +172,21 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def save(found: dict[str, dict[str, Any]]) -> None:
         devices = {one["device"] for one in found.values() if "device" in one}
-        environment = describe_environment(", ".join(sorted(devices)))
-        head = report_head(
+        write_results(
+            args.output,
             "Changes to a decode step on one GPU",
             "benchmarks/hardware/gpu_ladder.py" + " --smoke" * args.smoke,
-            environment,
-            f"Model: {sizes.engine.in_words()}, random weights, bfloat16",
-            f"{sizes.rows} rows, contexts of {sizes.engine.context} to "
-            f"{sizes.engine.context + sizes.engine.num_steps}",
+            report_lines(found),
+            {"rungs": found},
+            facts=[
+                f"Model: {sizes.in_words()}, random weights, bfloat16",
+                f"{sizes.rows} rows, contexts of {sizes.context} to "
+                f"{sizes.context + sizes.num_steps}; rollouts of prompts of "
+                f"{sizes.rollout.prompt_low} to {sizes.rollout.prompt_high} tokens, answers of "
+                f"{sizes.rollout.output_low} to {sizes.rollout.output_high}",
+            ],
+            device=", ".join(sorted(devices)),
         )
-        write_report(args.output, head + report_lines(found), environment, {"rungs": found})
 
     run_rungs(args.only, args.budget_s, args.rung_s, is_smoke=args.smoke, save=save)
 
