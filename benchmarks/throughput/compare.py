@@ -32,7 +32,7 @@ from benchmarks.interruption.weight_sync import (
     sync_workload,
 )
 from benchmarks.lib.comparison import PeerResult, WorkloadResult, format_comparison
-from benchmarks.lib.measure import count_agreed, timed
+from benchmarks.lib.measure import count_agreed, run_pairs, timed
 from benchmarks.lib.models import make_tunix_model
 from benchmarks.lib.peers import OURS, Peer, SglJaxPeer
 from benchmarks.lib.reporting import make_parser, output_dir, write_results
@@ -54,20 +54,19 @@ def measure_peer(ours: Peer, peer: Peer, workload: Workload, num_pairs: int) -> 
     timed(peer, workload)  # compiles
     peer.first_token_s(workload)
     first_token_s = peer.first_token_s(workload)
-    runs: dict[str, list[float]] = {OURS: [], peer.name: []}
-    for pair in range(num_pairs):
-        for runner in (ours, peer) if pair % 2 == 0 else (peer, ours):
-            runs[runner.name].append(timed(runner, workload))
-        ratio = runs[peer.name][-1] / runs[OURS][-1]
-        print(f"  {peer.name}: {runs[peer.name][-1]:.2f} s, {ratio:.2f} times ours", flush=True)
+    our_runs_s, runs_s = run_pairs(ours, peer, workload, num_pairs, _tell)
     return PeerResult(
         name=peer.name,
         batch_size=peer.batch_size,
         num_agreed=num_agreed,
         first_token_s=first_token_s,
-        runs_s=runs[peer.name],
-        our_runs_s=runs[OURS],
+        runs_s=runs_s,
+        our_runs_s=our_runs_s,
     )
+
+
+def _tell(text: str) -> None:
+    print(text, flush=True)
 
 
 def summarize_ours(
