@@ -155,14 +155,20 @@ def _in_words(value: float | str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Climbs the ladder and writes the report; or some rungs, for the process that asked."""
+    """Climbs the ladder and writes the report.
+
+    With `--here` it runs some rungs for the process that asked, and prints JSON; `--reference` is
+    the folder of log-probs.
+    """
     parser = argparse.ArgumentParser(description="Changes to a decode step on one GPU.")
     parser.add_argument("--smoke", action="store_true", help="in miniature, on any device")
-    parser.add_argument("--only", nargs="+", choices=RUNGS, default=list(RUNGS))
+    parser.add_argument(
+        "--only", nargs="+", choices=RUNGS, default=list(RUNGS), metavar="RUNG", help="these alone"
+    )
     parser.add_argument("--budget-s", type=float, default=450.0)
     parser.add_argument("--rung-s", type=float, default=120.0, help="most seconds of a rung")
-    parser.add_argument("--here", nargs="+", choices=RUNGS, help="in this process, as JSON")
-    parser.add_argument("--reference", type=Path, help="for --here: folder of log-probs")
+    parser.add_argument("--here", nargs="+", choices=RUNGS, help=argparse.SUPPRESS)
+    parser.add_argument("--reference", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/gpu_ladder.md")
     args = parser.parse_args(argv)
     if args.here:
