@@ -124,7 +124,7 @@ sleep, steps per dispatch and buckets. `score` and `get_per_token_logps` give th
 | where | |
 |---|---|
 | one CPU with the JIT-compiled kernels | always, in every dtype and with any number of threads; \
-[no cost](../benchmarks/results/determinism.md) |
+no cost |
 | one NVIDIA GPU | with `enable_deterministic_sampling=True`, for \
 [7 % of a step](accelerators.md#gpus) on an H200 |
 | elsewhere | no |
