@@ -199,7 +199,7 @@ def _compare(
     workload: Workload,
 ) -> tuple[list[float], Comparison]:
     """Seconds of our runs, and the other sampler in turns with them."""
-    from benchmarks.lib.measure import agreed_tokens, timed
+    from benchmarks.lib.measure import agreed_tokens, run_pairs, timed
     from benchmarks.lib.report import Comparison
     from benchmarks.lib.vanilla import VanillaPeer
 
@@ -211,17 +211,13 @@ def _compare(
             "tokens agree): it computes another model, or a logit is nearly tied"
         )
     timed(peer, workload)  # compiles
-    runs: dict[str, list[float]] = {ours.name: [], peer.name: []}
-    ratios: list[float] = []
-    for pair in range(args.repeats):
-        for runner in (ours, peer) if pair % 2 == 0 else (peer, ours):
-            runs[runner.name].append(timed(runner, workload))
-        ratios.append(runs[peer.name][-1] / runs[ours.name][-1])
-        _tell(args, f"  {peer.name}: {runs[peer.name][-1]:.2f} s, {ratios[-1]:.2f} times ours")
-    return runs[ours.name], Comparison(
+    our_runs_s, runs_s = run_pairs(
+        ours, peer, workload, args.repeats, lambda text: _tell(args, text)
+    )
+    return our_runs_s, Comparison(
         name=peer.name,
-        runs_s=runs[peer.name],
-        ratios=ratios,
+        runs_s=runs_s,
+        ratios=[theirs / own for theirs, own in zip(runs_s, our_runs_s, strict=True)],
         num_agreed=sum(agreed),
         num_greedy=count * len(agreed),
     )

@@ -3,7 +3,7 @@
     python docs/make_engines_plot.py
 
 From benchmarks/results: `real_training.json` (see `benchmarks/throughput/real_training.py`), and
-for speeds `gpu.json`, `archive/grpo_addition.json` and `bench_small.json`. A test holds
+for speeds `gpu.json`, `grpo_addition.json` and `bench_small.json`. A test holds
 README's numbers against the same functions.
 """
 
@@ -51,7 +51,7 @@ def machine(environment: dict[str, Any]) -> str:
 def speeds() -> list[Speed]:
     """The speeds, the largest first."""
     gpu, small = read("gpu.json"), read("bench_small.json")
-    demo = read("archive/grpo_addition.json")
+    demo = read("grpo_addition.json")
     rate = {each["contestant"]: each["useful tokens/s"] for each in gpu["rollouts"]}
     own = {name: [] for name in ENGINES}
     for run in demo["runs"]:

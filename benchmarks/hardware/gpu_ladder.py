@@ -4,8 +4,9 @@
 
 Rungs, in order of worth: which JAX runs, and one kernel; the engine with XLA's code around its
 attention kernel; attention from projections on, with norms, rotary embedding and cache write in its
-kernel; gates in their products; residuals in theirs; an MLP alone, by tiles; the workload
-of nano-vllm's bench.py; prefill; int8; dispatches of more steps; samples with top-p, which sort;
+kernel; gates in their products; residuals in theirs; rollouts beside Tunix's sampler; weight sync,
+sleep and wake; log-probs beside the trainer's; an MLP alone, by tiles; the workload of nano-vllm's
+bench.py; prefill; int8; dispatches of more steps; samples with top-p, which sort;
 cuBLAS and JAX's own products for Hopper GPUs in place of Triton's; XLA's command buffers over loops
 and branches too, and without any. `gpu_rungs.RUNGS` has them all.
 
@@ -38,9 +39,9 @@ from typing import Any
 import jax
 
 from benchmarks.hardware.gpu_products import NotHereError
-from benchmarks.hardware.gpu_rungs import BASE, RUNGS, Ladder, Sizes
-from benchmarks.lib.environment import describe_environment
-from benchmarks.lib.reporting import ROOT, report_head, write_report
+from benchmarks.hardware.gpu_rungs import BASE, RUNGS, Ladder
+from benchmarks.hardware.gpu_sizes import Sizes
+from benchmarks.lib.reporting import ROOT, write_results
 
 
 def run_here(names: Sequence[str], *, is_smoke: bool, reference: Path) -> None:
@@ -154,14 +155,20 @@ def _in_words(value: float | str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Climbs the ladder and writes the report; or some rungs, for the process that asked."""
+    """Climbs the ladder and writes the report.
+
+    With `--here` it runs some rungs for the process that asked, and prints JSON; `--reference` is
+    the folder of log-probs.
+    """
     parser = argparse.ArgumentParser(description="Changes to a decode step on one GPU.")
     parser.add_argument("--smoke", action="store_true", help="in miniature, on any device")
-    parser.add_argument("--only", nargs="+", choices=RUNGS, default=list(RUNGS))
+    parser.add_argument(
+        "--only", nargs="+", choices=RUNGS, default=list(RUNGS), metavar="RUNG", help="these alone"
+    )
     parser.add_argument("--budget-s", type=float, default=450.0)
     parser.add_argument("--rung-s", type=float, default=120.0, help="most seconds of a rung")
-    parser.add_argument("--here", nargs="+", choices=RUNGS, help="in this process, as JSON")
-    parser.add_argument("--reference", type=Path, help="for --here: folder of log-probs")
+    parser.add_argument("--here", nargs="+", choices=RUNGS, help=argparse.SUPPRESS)
+    parser.add_argument("--reference", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/gpu_ladder.md")
     args = parser.parse_args(argv)
     if args.here:
@@ -171,16 +178,21 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def save(found: dict[str, dict[str, Any]]) -> None:
         devices = {one["device"] for one in found.values() if "device" in one}
-        environment = describe_environment(", ".join(sorted(devices)))
-        head = report_head(
+        write_results(
+            args.output,
             "Changes to a decode step on one GPU",
             "benchmarks/hardware/gpu_ladder.py" + " --smoke" * args.smoke,
-            environment,
-            f"Model: {sizes.engine.in_words()}, random weights, bfloat16",
-            f"{sizes.rows} rows, contexts of {sizes.engine.context} to "
-            f"{sizes.engine.context + sizes.engine.num_steps}",
+            report_lines(found),
+            {"rungs": found},
+            facts=[
+                f"Model: {sizes.in_words()}, random weights, bfloat16",
+                f"{sizes.rows} rows, contexts of {sizes.context} to "
+                f"{sizes.context + sizes.num_steps}; rollouts of prompts of "
+                f"{sizes.rollout.prompt_low} to {sizes.rollout.prompt_high} tokens, answers of "
+                f"{sizes.rollout.output_low} to {sizes.rollout.output_high}",
+            ],
+            device=", ".join(sorted(devices)),
         )
-        write_report(args.output, head + report_lines(found), environment, {"rungs": found})
 
     run_rungs(args.only, args.budget_s, args.rung_s, is_smoke=args.smoke, save=save)
 

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from tunix.models.qwen3.model import Qwen3
 
-from benchmarks.hardware import gpu_products
-from benchmarks.hardware.gpu_engine import EngineSizes, make_model
+from benchmarks.hardware import gpu_products, gpu_training
 from benchmarks.hardware.gpu_prefill import measure_prefill_kernels
+from benchmarks.hardware.gpu_sizes import Sizes
+from benchmarks.lib.models import make_tunix_model
 from benchmarks.lib.shapes import IdTokenizer
 from benchmarks.lib.turns import timed
 from sgljax_engine import SamplingParams
@@ -73,6 +74,9 @@ RUNGS = {
     "attention from projections on, logits in float32": Rung(fused=_ATTENTION),
     "products of one input, and gates, in one kernel": Rung(fused=FusedProducts(adds=False)),
     "residuals in products: all fused": Rung(),
+    "rollouts beside Tunix's sampler": Rung(measure="rollouts"),
+    "weight sync, sleep and wake": Rung(measure="interruptions"),
+    "log-probs beside the trainer's": Rung(measure="mismatch"),
     "an MLP alone, by tiles": Rung(measure="tiles"),
     "bench.py's workload": Rung(measure="bench"),
     "prefill": Rung(measure="prefill"),
@@ -96,47 +100,6 @@ RUNGS = {
     "attention from projections on, no command buffers": Rung(fused=_ATTENTION, flags=NO_BUFFERS),
     "bench.py's workload, attention from projections on": Rung(fused=_ATTENTION, measure="bench"),
 }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """What is measured.
-
-    Attributes:
-        engine: The model, contexts and steps.
-        rows: Of the decode steps.
-        check_tokens: Greedy tokens of each row that are compared.
-        bench_requests, bench_lengths: Of bench.py's workload: inputs and outputs.
-        prefill_tokens: Prompt lengths.
-        tile_rows: Rows of an MLP alone, by tiles.
-        hopper_rows: Likewise, by JAX's products.
-        repeats: Timed runs; the median counts.
-    """
-
-    engine: EngineSizes = dataclasses.field(default_factory=EngineSizes)
-    rows: int = 128
-    check_tokens: int = 16
-    bench_requests: int = 256
-    bench_lengths: tuple[int, int] = (100, 1024)
-    prefill_tokens: tuple[int, ...] = (512, 2048)
-    tile_rows: tuple[int, ...] = (128, 64)
-    hopper_rows: tuple[int, ...] = (64, 128, 256)
-    repeats: int = 5
-
-    @classmethod
-    def smoke(cls) -> Sizes:
-        """Runs in some minutes on a CPU."""
-        return cls(
-            engine=EngineSizes.smoke(),
-            rows=4,
-            check_tokens=2,
-            bench_requests=3,
-            bench_lengths=(4, 8),
-            prefill_tokens=(16,),
-            tile_rows=(16,),
-            hopper_rows=(16,),
-            repeats=1,
-        )
 
 
 def use(fused: FusedProducts | None, *, is_smoke: bool) -> str:
@@ -164,7 +127,7 @@ class Ladder:
     @functools.cached_property
     def model(self) -> Qwen3:
         """Tunix's model, as all rungs have it."""
-        return make_model(self.sizes.engine)
+        return make_tunix_model(self.sizes.model, dtype=jnp.bfloat16, scale=0.02)
 
     def run(self, rung: Rung) -> dict[str, Any]:
         """One rung's results."""
@@ -199,12 +162,12 @@ class Ladder:
     def prompts(self, count: int, length: int) -> list[list[int]]:
         """Random prompts, the same each time."""
         rng = np.random.default_rng(1)
-        return rng.integers(1, self.sizes.engine.model.vocab_size, (count, length)).tolist()
+        return rng.integers(1, self.sizes.model.vocab_size, (count, length)).tolist()
 
     def decode(self, rung: Rung) -> dict[str, Any]:
         """Seconds of a decode step, after the check."""
         sizes = self.sizes
-        context, steps, rows = sizes.engine.context, sizes.engine.num_steps, sizes.rows
+        context, steps, rows = sizes.context, sizes.num_steps, sizes.rows
         rollout = self.rollout(rung, max_model_len=context + steps + 1, rows=rows)
         prompts = self.prompts(rows, context)
 
@@ -260,7 +223,7 @@ class Ladder:
         sizes, rng = self.sizes, np.random.default_rng(0)
         low, high = sizes.bench_lengths
         lengths = rng.integers(low, high + 1, (2, sizes.bench_requests)).tolist()
-        vocab = sizes.engine.model.vocab_size
+        vocab = sizes.model.vocab_size
         prompts = [rng.integers(1, vocab, length).tolist() for length in lengths[0]]
         params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in lengths[1]]
         rows = sizes.bench_requests
@@ -302,7 +265,7 @@ class Ladder:
 
     def products(self, rung: Rung) -> dict[str, Any]:
         """Microseconds of an MLP, a layer after the other, by rows and variants."""
-        is_int8, model = rung.quantization is not None, self.sizes.engine.model
+        is_int8, model = rung.quantization is not None, self.sizes.model
         if rung.measure == "tiles":
             counts = self.sizes.tile_rows
             variants = gpu_products.tiles(is_int8=is_int8, is_smoke=self.is_smoke)
@@ -312,7 +275,7 @@ class Ladder:
         found: dict[str, Any] = {}
         for rows in counts:
             for name, took in gpu_products.measure(
-                (model.embed_dim, model.hidden_dim),
+                (model.hidden_size, model.intermediate_size),
                 rows,
                 variants,
                 is_int8=is_int8,
@@ -350,6 +313,9 @@ def _exact(x: jax.Array) -> np.ndarray:
 MEASUREMENTS: dict[str, Callable[[Ladder, Rung], dict[str, Any]]] = {
     "jax": Ladder.jax,
     "decode": Ladder.decode,
+    "rollouts": gpu_training.rollouts,
+    "interruptions": gpu_training.interruptions,
+    "mismatch": gpu_training.mismatch,
     "bench": Ladder.bench,
     "prefill": Ladder.prefill,
     "tiles": Ladder.products,

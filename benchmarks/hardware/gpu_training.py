@@ -1,92 +1,80 @@
-"""What a training step asks of the engine on one GPU, beside tokens; see gpu.py."""
+"""What a training asks of the engine on one GPU; rungs of gpu_ladder.py."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Sequence
-from typing import Any
+import functools
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from flax import nnx
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
-from benchmarks.hardware.gpu_engine import EngineSizes, make_model, make_rollout
-from benchmarks.hardware.gpu_kernels import Ceilings
-from benchmarks.lib.turns import timed
+from benchmarks.lib.turns import take_turns, timed
+from benchmarks.lib.vanilla import VanillaPeer
 from sgljax_engine import SamplingParams
-from tunix_sgljax import SglJaxRollout, mismatch_report
+from tunix_sgljax import mismatch_report
+
+if TYPE_CHECKING:
+    from benchmarks.hardware.gpu_rungs import Ladder, Rung
+
+_FEW_ROWS = 16
+"""Requests where their number is not what is measured."""
 
 
-def _start_requests(rollout: SglJaxRollout, sizes: EngineSizes) -> None:
-    """Fills pages with the prompts' keys, as a rollout that just ended leaves them."""
-    rng = np.random.default_rng(2)
-    shape = sizes.num_prompts, sizes.prompt_lengths[1]
-    prompts = rng.integers(1, sizes.model.vocab_size, shape).tolist()
-    rollout.engine.generate_requests(prompts, SamplingParams(max_new_tokens=2, ignore_eos=True))
+def rollouts(ladder: Ladder, rung: Rung) -> dict[str, Any]:
+    """Useful tokens a second of a GRPO step, beside Tunix's vanilla sampler, in turns."""
+    work = ladder.sizes.workload()
+    rollout = ladder.rollout(rung, max_model_len=work.max_model_len, rows=work.num_rows)
+    vanilla = VanillaPeer(ladder.model, ladder.sizes.model, work, None)
+    params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in work.output_lengths]
+
+    def ours() -> None:
+        rollout.engine.flush_cache()
+        rollout.engine.generate_requests(work.requests, params)
+
+    runs = {"this engine": ours, "Tunix's": lambda: vanilla.generate(work)}
+    try:
+        seconds = take_turns(runs, ladder.sizes.repeats)
+    finally:
+        rollout.close()
+    medians = {name: float(np.median(each)) for name, each in seconds.items()}
+    found = {f"{n}, useful tokens/s": work.useful_tokens / s for n, s in medians.items()}
+    return found | {"times Tunix's": medians["Tunix's"] / medians["this engine"]}
 
 
-def measure_interruptions(
-    sizes: EngineSizes, backends: Sequence[str], ceilings: Ceilings
-) -> Iterator[dict[str, Any]]:
+def interruptions(ladder: Ladder, rung: Rung) -> dict[str, Any]:
     """Weight sync, sleep and wake: the first of each, and the median of the others.
 
-    A sync copies all weights on the device, so its limit is that of a copy. Sleep at level 1 takes
-    the weights to the host and wake brings them back: no ceiling was measured for that.
+    Before each round pages are filled, as a rollout that just ended leaves them.
     """
-    del backends
-    model = make_model(sizes)
-    weights = nnx.state(model)
-    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
-    rollout = make_rollout(
-        model,
-        "auto",
-        max_model_len=sizes.context,
-        rows=sizes.num_prompts,
-        buckets=(sizes.num_prompts,),
-    )
-    _start_requests(rollout, sizes)
-    engine = rollout.engine
-    found: dict[str, list[float]] = {}
-    freed: dict[str, int] = {}
-    for _ in range(sizes.repeats + 1):
-        found.setdefault("sync", []).append(timed(lambda: rollout.update_params(weights)))
-        for level in (1, 2):
-            freed[f"sleep({level})"] = 0
-
-            def sleep(level: int = level) -> None:
-                freed[f"sleep({level})"] = engine.sleep(level)
-
-            found.setdefault(f"sleep({level})", []).append(timed(sleep))
-            found.setdefault(f"wake_up after sleep({level})", []).append(timed(engine.wake_up))
-            rollout.update_params(weights)
-        _start_requests(rollout, sizes)
-    rollout.close()
-    for name, seconds in found.items():
-        median = float(np.median(seconds[1:]))
-        limit_s = 2 * num_bytes / ceilings.bytes_per_s if name == "sync" else None
-        yield {
-            "operation": name,
-            "first, ms": 1e3 * seconds[0],
-            "ms": 1e3 * median,
-            "weights, GB/s": num_bytes / median / 1e9,
-            "of limit": "" if limit_s is None else limit_s / median,
-            "freed, GB": freed[name] / 1e9 if name in freed else "",
-        }
+    context, weights = ladder.sizes.context, nnx.state(ladder.model)
+    rollout = ladder.rollout(rung, max_model_len=context, rows=_FEW_ROWS)
+    engine, params = rollout.engine, SamplingParams(max_new_tokens=2, ignore_eos=True)
+    taken: dict[str, list[float]] = {}
+    try:
+        for _ in range(ladder.sizes.repeats + 1):
+            engine.generate_requests(ladder.prompts(_FEW_ROWS, context // 4), params)
+            sync = functools.partial(rollout.update_params, weights)
+            taken.setdefault("sync", []).append(timed(sync))
+            for level in (1, 2):
+                sleep = functools.partial(engine.sleep, level)
+                taken.setdefault(f"sleep({level})", []).append(timed(sleep))
+                wake_s = timed(engine.wake_up)
+                taken.setdefault(f"wake_up after sleep({level})", []).append(wake_s)
+                sync()
+    finally:
+        rollout.close()
+    found = {"weights, GB": sum(leaf.nbytes for leaf in jax.tree.leaves(weights)) / 1e9}
+    for name, seconds in taken.items():
+        found[f"{name}, first, ms"] = 1e3 * seconds[0]
+        found[f"{name}, ms"] = 1e3 * float(np.median(seconds[1:]))
+    return found
 
 
-def measure_mismatch(
-    sizes: EngineSizes, backends: Sequence[str], ceilings: Ceilings
-) -> Iterator[dict[str, Any]]:
+def mismatch(ladder: Ladder, rung: Rung) -> dict[str, Any]:
     """Log-probs of sampled tokens in bfloat16 against Tunix's trainer on the same weights."""
-    del ceilings
-    model = make_model(sizes)
-    width, num_tokens = sizes.prompt_lengths[1], sizes.output_lengths[1]
-    rng = np.random.default_rng(3)
-    prompts = [
-        " ".join(map(str, rng.integers(1, sizes.model.vocab_size, width)))
-        for _ in range(sizes.num_prompts)
-    ]
+    width, num_tokens = ladder.sizes.context // 4, ladder.sizes.num_steps
     config = RolloutConfig(
         max_tokens_to_generate=num_tokens,
         max_prompt_length=width,
@@ -97,24 +85,12 @@ def measure_mismatch(
         eos_tokens=[],
         return_logprobs=True,
     )
-    for backend in backends:
-        rollout = make_rollout(
-            model,
-            backend,
-            max_model_len=width + num_tokens,
-            rows=sizes.num_prompts,
-            buckets=(sizes.num_prompts,),
-        )
-        report = mismatch_report(
-            rollout, model, prompts, rollout_config=config, batch_size=sizes.num_prompts
-        )
+    rollout = ladder.rollout(rung, max_model_len=width + num_tokens, rows=_FEW_ROWS)
+    prompts = [" ".join(map(str, ids)) for ids in ladder.prompts(_FEW_ROWS, width)]
+    try:
+        overall = mismatch_report(
+            rollout, ladder.model, prompts, rollout_config=config, batch_size=_FEW_ROWS
+        ).overall
+    finally:
         rollout.close()
-        gc.collect()
-        overall = report.overall
-        yield {
-            "backend": backend,
-            "tokens": overall.num_tokens,
-            "largest": overall.max_abs,
-            "mean": overall.mean_abs,
-            "k3": overall.k3,
-        }
+    return {"tokens": overall.num_tokens, "largest": overall.max_abs, "mean": overall.mean_abs}

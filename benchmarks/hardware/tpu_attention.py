@@ -19,7 +19,6 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import json
 import re
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ from jax._src.mesh import use_abstract_mesh
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
-from benchmarks.lib.reporting import make_parser, output_dir, write_results
+from benchmarks.lib.reporting import make_parser, output_dir, read_results, write_results
 from sgljax_engine.attention.base import AttentionOptions, BlockTables, NewTokens
 from sgljax_engine.attention.tpu import TpuAttention, heads_per_row
 from sgljax_engine.cache.kv_pages import LayerKV
@@ -388,8 +387,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     prepare_compiler("v5e:1x1")
     report = output_dir(args) / "tpu_attention.md"
-    data = report.with_suffix(".json")
-    programs = json.loads(data.read_text())["programs"] if data.exists() else {}
+    programs = read_results(report).get("programs", {})
     for chip, model, (kernel, is_ours) in itertools.product(
         args.chips, args.models, KERNELS.items()
     ):

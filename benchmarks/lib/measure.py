@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
+from collections.abc import Callable
 
 from benchmarks.lib.peers import Peer
 from benchmarks.lib.workloads import Workload
@@ -24,6 +25,19 @@ def timed(peer: Peer, workload: Workload) -> float:
     if lengths != workload.output_lengths:
         raise AssertionError(f"{peer.name} answered {lengths}, not {workload.output_lengths}")
     return seconds
+
+
+def run_pairs(
+    ours: Peer, peer: Peer, workload: Workload, num_pairs: int, tell: Callable[[str], None]
+) -> tuple[list[float], list[float]]:
+    """Seconds of our runs and of the peer's, in pairs whose order alternates; both are compiled."""
+    runs: dict[str, list[float]] = {ours.name: [], peer.name: []}
+    for pair in range(num_pairs):
+        for runner in (ours, peer) if pair % 2 == 0 else (peer, ours):
+            runs[runner.name].append(timed(runner, workload))
+        ratio = runs[peer.name][-1] / runs[ours.name][-1]
+        tell(f"  {peer.name}: {runs[peer.name][-1]:.2f} s, {ratio:.2f} times ours")
+    return runs[ours.name], runs[peer.name]
 
 
 def agreed_tokens(ours: Peer, peer: Peer, workload: Workload) -> tuple[list[int], int]:

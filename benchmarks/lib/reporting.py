@@ -1,4 +1,4 @@
-"""What the benchmarks share: their common options, where they ran, and how results are written."""
+"""What the benchmarks share: their common options, and how results are written."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ import argparse
 import dataclasses
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from benchmarks.lib.environment import Environment, describe_environment
+from benchmarks.lib.environment import describe_environment
 
 ROOT = Path(__file__).resolve().parents[2]
+GONE = {
+    "benchmarks/hardware/gpu.py": "1caf6db0",
+    "benchmarks/training/grpo_addition_compare.py": "b9b624fe",
+}
+"""Scripts of results that are kept without them, and the last commit that has each."""
+
 _INNERMOST = re.compile(r"[\[{][^\[\]{}]*[\]}]")
 """Lists and objects of JSON that hold no others: a line each."""
 
@@ -40,17 +46,30 @@ def output_dir(args: argparse.Namespace) -> Path:
     return args.output_dir or ROOT / folder
 
 
-def report_head(title: str, command: str, environment: Environment, *facts: str) -> list[str]:
-    """The lines that every report in Markdown begins with.
+def write_results(
+    output: Path,
+    title: str,
+    command: str,
+    lines: Sequence[str],
+    content: Mapping[str, Any],
+    *,
+    facts: Sequence[str] = (),
+    device: str | None = None,
+) -> None:
+    """Writes a report as Markdown, its data as JSON beside it, and the page of the folder.
 
     Args:
-        title: Of the report.
+        output: The Markdown file.
+        title: What was measured.
         command: The script, with the options that matter.
-        environment: Where it ran.
-        facts: More list items, on the model and the workload.
+        lines: What follows the head.
+        content: The data.
+        facts: List items of the head, on the model and the workload.
+        device: Where it was measured; None takes this process's.
     """
+    environment = describe_environment(jax.devices()[0].device_kind if device is None else device)
     versions = ", ".join(f"{name} {version}" for name, version in environment.versions.items())
-    return [
+    head = [
         f"# {title}",
         "",
         f"Made on {environment.date} by `{command}`, which describes what is measured.",
@@ -61,44 +80,43 @@ def report_head(title: str, command: str, environment: Environment, *facts: str)
         *(f"- {fact}" for fact in facts),
         "",
     ]
-
-
-def write_report(
-    output: Path, lines: list[str], environment: Environment, content: dict[str, Any]
-) -> None:
-    """Writes a report as Markdown, its data as JSON beside it, and prints it."""
-    text = "\n".join(lines) + "\n"
+    text = "\n".join([*head, *lines]) + "\n"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(text)
-    data = {"environment": dataclasses.asdict(environment), **content}
-    text_of_data = _INNERMOST.sub(
-        lambda found: " ".join(found[0].split()), json.dumps(data, indent=1)
-    )
-    output.with_suffix(".json").write_text(text_of_data + "\n")
+    data = json.dumps({"environment": dataclasses.asdict(environment), **content}, indent=1)
+    data = _INNERMOST.sub(lambda found: " ".join(found[0].split()), data)
+    output.with_suffix(".json").write_text(data + "\n")
+    write_page(output.parent)
     print(f"\n{text}\nwrote {output}")
 
 
-def write_results(
-    output: Path,
-    title: str,
-    command: str,
-    lines: Sequence[str],
-    content: dict[str, Any],
-    *,
-    facts: Sequence[str] = (),
-    device: str | None = None,
-) -> None:
-    """Writes a report with its head.
+def read_results(output: Path) -> dict[str, Any]:
+    """The data of an earlier report, for scripts that add to it; {} if there is none."""
+    path = output.with_suffix(".json")
+    return json.loads(path.read_text()) if path.exists() else {}
 
-    Args:
-        output: The Markdown file.
-        title: Of the report.
-        command: See `report_head`.
-        lines: What follows the head.
-        content: The data.
-        facts: See `report_head`.
-        device: Where it was measured; None takes this process's.
-    """
-    environment = describe_environment(device or jax.devices()[0].device_kind)
-    head = report_head(title, command, environment, *facts)
-    write_report(output, [*head, *lines], environment, content)
+
+def write_page(folder: Path) -> None:
+    """Writes README.md of a folder of reports, from the first lines of each."""
+    lines = [
+        "# Benchmark results",
+        "",
+        "A row for each report here, written by the scripts. How to read them:",
+        "[Benchmarks](../../docs/performance.md#benchmarks). Earlier results were last in commit",
+        "`1caf6db0`, scripts of results that are kept without them in the commit behind each:",
+        f"{', '.join(f'`{script}` (`{commit}`)' for script, commit in GONE.items())}.",
+        "",
+        "| file | what it measures | machine | date |",
+        "|---|---|---|---|",
+    ]
+    for path in sorted(folder.glob("*.md")):
+        if path.name == "README.md":
+            continue
+        title, _, rest = path.read_text().partition("\n")
+        head = " ".join(rest.partition("\n|")[0].split())
+        machine = re.search(r"(?:Machine: |, on )([^,;]+, \d+ cores)", head)
+        date = re.search(r"\d{4}-\d{2}-\d{2}", head)
+        cells = [f"[{path.stem}]({path.name})", title.removeprefix("# ")]
+        cells += [machine[1] if machine else "", date[0] if date else ""]
+        lines.append(f"| {' | '.join(cells)} |")
+    (folder / "README.md").write_text("\n".join(lines) + "\n")

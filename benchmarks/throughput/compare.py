@@ -20,9 +20,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
-import jax
 from tunix.models.qwen3.model import Qwen3
 
 from benchmarks.hardware.ceilings import Ceilings, measure_ceilings
@@ -34,12 +32,10 @@ from benchmarks.interruption.weight_sync import (
     sync_workload,
 )
 from benchmarks.lib.comparison import PeerResult, WorkloadResult, format_comparison
-from benchmarks.lib.environment import describe_environment
-from benchmarks.lib.measure import count_agreed, timed
+from benchmarks.lib.measure import count_agreed, run_pairs, timed
 from benchmarks.lib.models import make_tunix_model
-from benchmarks.lib.page import write_page
 from benchmarks.lib.peers import OURS, Peer, SglJaxPeer
-from benchmarks.lib.reporting import make_parser, output_dir, report_head, write_report
+from benchmarks.lib.reporting import make_parser, output_dir, write_results
 from benchmarks.lib.shapes import MODELS, BenchModel
 from benchmarks.lib.vanilla import VanillaPeer, batches
 from benchmarks.lib.workloads import WORKLOADS, Workload, make_workload
@@ -58,20 +54,19 @@ def measure_peer(ours: Peer, peer: Peer, workload: Workload, num_pairs: int) -> 
     timed(peer, workload)  # compiles
     peer.first_token_s(workload)
     first_token_s = peer.first_token_s(workload)
-    runs: dict[str, list[float]] = {OURS: [], peer.name: []}
-    for pair in range(num_pairs):
-        for runner in (ours, peer) if pair % 2 == 0 else (peer, ours):
-            runs[runner.name].append(timed(runner, workload))
-        ratio = runs[peer.name][-1] / runs[OURS][-1]
-        print(f"  {peer.name}: {runs[peer.name][-1]:.2f} s, {ratio:.2f} times ours", flush=True)
+    our_runs_s, runs_s = run_pairs(ours, peer, workload, num_pairs, _tell)
     return PeerResult(
         name=peer.name,
         batch_size=peer.batch_size,
         num_agreed=num_agreed,
         first_token_s=first_token_s,
-        runs_s=runs[peer.name],
-        our_runs_s=runs[OURS],
+        runs_s=runs_s,
+        our_runs_s=our_runs_s,
     )
+
+
+def _tell(text: str) -> None:
+    print(text, flush=True)
 
 
 def summarize_ours(
@@ -227,30 +222,27 @@ def _write(
     syncs: list[WeightSync],
 ) -> None:
     num_left = len(args.workloads) - len(results)
-    environment = describe_environment(jax.devices()[0].device_kind)
-    command = shlex.join(["python", "benchmarks/throughput/compare.py", *args.command])
-    lines = [
-        *report_head(
-            f"Rollout speed, model `{bench_model.name}`",
-            command,
-            environment,
+    command = shlex.join(["benchmarks/throughput/compare.py", *args.command])
+    write_results(
+        output_dir(args) / f"bench_{bench_model.name}.md",
+        f"Rollout speed, model `{bench_model.name}`",
+        command,
+        [*format_comparison(results), *(format_weight_sync(syncs) if syncs else [])],
+        {
+            "command": command,
+            "is_quick": args.quick,
+            "model": dataclasses.asdict(bench_model),
+            "ceilings": dataclasses.asdict(ceilings),
+            "workloads": [result.to_dict() for result in results],
+            "weight_sync": [dataclasses.asdict(sync) for sync in syncs],
+        },
+        facts=[
             f"Model: {bench_model.in_words}, float32, random weights",
             f"Ceilings measured in this run: {ceilings.in_words()}",
             f"{args.pairs} pairs of runs" + (", quick sizes: no result" * args.quick),
             *([f"CUT SHORT: {num_left} workload(s) missing"] if num_left else []),
-        ),
-        *format_comparison(results),
-        *(format_weight_sync(syncs) if syncs else []),
-    ]
-    content: dict[str, Any] = {
-        "command": command,
-        "is_quick": args.quick,
-        "model": dataclasses.asdict(bench_model),
-        "ceilings": dataclasses.asdict(ceilings),
-        "workloads": [result.to_dict() for result in results],
-        "weight_sync": [dataclasses.asdict(sync) for sync in syncs],
-    }
-    write_report(output_dir(args) / f"bench_{bench_model.name}.md", lines, environment, content)
+        ],
+    )
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
@@ -274,13 +266,12 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures all models and writes the page of results."""
+    """Measures all models."""
     args = parse_args(sys.argv[1:] if argv is None else argv)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Tunix uses old names of JAX and Flax.
         for name in args.models:
             compare_model(args, name)
-    print(f"wrote {write_page(output_dir(args))}")
 
 
 if __name__ == "__main__":

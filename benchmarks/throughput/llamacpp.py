@@ -4,6 +4,8 @@
     python benchmarks/throughput/llamacpp.py --quick             # a smoke test
     python benchmarks/throughput/llamacpp.py --peer-python /path/to/venv/bin/python
 
+A run of a model and a dtype is added to those of earlier ones.
+
 Needs `llama_cpp` (pip install llama-cpp-python, compiled for this machine), here or in the
 environment of `--peer-python`; without it one line says so. With `--dtype int8` a build with AMX
 crashes where the kernel does not let processes use it: compile without. Each side is a process of
@@ -24,19 +26,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import shlex
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.gguf_model import STORED_TYPES, write_gguf
 from benchmarks.lib.llamacpp_peer import Settings, serve
 from benchmarks.lib.llamacpp_sides import OUR_OPTIONS, OurSide, Worker, make_weights
-from benchmarks.lib.reporting import ROOT, make_parser, output_dir, write_results
+from benchmarks.lib.reporting import ROOT, make_parser, output_dir, read_results, write_results
 from benchmarks.lib.shapes import MODELS
 from benchmarks.lib.turns import speed_table, take_turns
 from benchmarks.lib.workloads import WORKLOADS, Workload, make_workload
@@ -177,50 +178,59 @@ def missing_reason(peer_python: str) -> str | None:
     return None
 
 
-def report_lines(results: dict[str, Result]) -> list[str]:
-    """The tables: speeds, then the settings that were tried."""
-    lines = speed_table({name: result.seconds for name, result in results.items()}, PEER)
-    lines += ["", "| workload | settings of llama.cpp | s, best run | |", "|---|---|---:|---|"]
-    for name, result in results.items():
-        for settings, seconds in result.trials:
-            mark = "chosen" if settings == fastest(result.trials) else ""
-            lines.append(f"| {name} | {settings.in_words()} | {seconds:.3f} | {mark} |")
-    agreed = [f"{each.num_agreed} of {each.num_compared}" for each in results.values()]
-    return [*lines, "", f"Greedy tokens that agree, by workload: {', '.join(agreed)}."]
+def report_lines(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Tables of all runs, by model and dtype: speeds, then the settings that were chosen."""
+    seconds = {
+        f"{run}: {name}": each["seconds"]
+        for run, found in runs.items()
+        for name, each in found["results"].items()
+    }
+    lines = speed_table(seconds, PEER)
+    lines += ["", "| run | chosen settings of llama.cpp | tried | greedy tokens that agree |"]
+    lines += ["|---|---|---:|---:|"]
+    for run, found in runs.items():
+        for name, each in found["results"].items():
+            trials = [(Settings(**settings), took_s) for settings, took_s in each["trials"]]
+            lines.append(
+                f"| {run}: {name} | {fastest(trials).in_words()} | {len(trials)} "
+                f"| {each['num_agreed']} of {each['num_compared']} |"
+            )
+    return lines
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Measures and writes the results."""
-    bench_model = MODELS[args.model]
-    results: dict[str, Result] = {}
+    """Measures, and adds what it found to the results."""
+    config = MODELS[args.model].config
+    results: dict[str, Any] = {}
     with started(args) as (ours, peer):
-        facts: dict[str, Any] = peer.call("describe")
+        facts = peer.call("describe")
         for name in args.workloads:
-            workload = make_workload(name, bench_model.config.vocab_size, is_quick=args.quick)
-            results[name] = measure_workload(args, ours, peer, workload)
-    parts = ["llamacpp"]
-    parts += [args.model] if args.model != DEFAULT_MODEL else []
-    parts += [args.dtype] if args.dtype != "float32" else []
-    options = ["--model", args.model, "--dtype", args.dtype, "--pairs", str(args.pairs)]
-    options += ["--quick"] * args.quick + ["--workloads", *args.workloads]
+            workload = make_workload(name, config.vocab_size, is_quick=args.quick)
+            result = measure_workload(args, ours, peer, workload)
+            results[name] = dataclasses.asdict(result)
+    output = output_dir(args) / "llamacpp.md"
+    runs = read_results(output).get("runs", {})
+    build = f"llama-cpp-python {facts['version']}, {facts['system'].strip(' |')}"
+    runs[f"{args.model}, {args.dtype}"] = {"build": build, "results": results}
     write_results(
-        output_dir(args) / f"{'_'.join(parts)}.md",
+        output,
         "Our engine against llama.cpp",
-        shlex.join(["python", "benchmarks/throughput/llamacpp.py", *options]),
-        report_lines(results),
-        {
-            "model": args.model,
-            "dtype": args.dtype,
-            "llama_cpp": facts,
-            "results": {name: dataclasses.asdict(result) for name, result in results.items()},
-        },
-        facts=[
-            f"llama.cpp: llama-cpp-python {facts['version']}, {facts['system'].strip(' |')}; "
-            f"weights in {STORED_TYPES[args.dtype]}, KV cache in float16",
-            f"Ours: {OUR_OPTIONS[args.dtype]}, the other options at their defaults",
-            f"Model: {bench_model.in_words}, random weights; greedy on both sides",
-        ],
+        "benchmarks/throughput/llamacpp.py",
+        report_lines(runs),
+        {"runs": runs},
+        facts=report_facts(runs),
     )
+
+
+def report_facts(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The models and the builds of llama.cpp."""
+    names = dict.fromkeys(run.partition(",")[0] for run in runs)
+    stored = ", ".join(f"{kind.name} for {dtype}" for dtype, kind in STORED_TYPES.items())
+    return [
+        *(f"{name}: {MODELS[name].in_words}, random weights" for name in names),
+        *dict.fromkeys(found["build"] for found in runs.values()),
+        f"llama.cpp's weights: {stored}; its KV cache in float16. Both decode greedily",
+    ]
 
 
 def main(argv: Sequence[str]) -> None:

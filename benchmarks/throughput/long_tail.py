@@ -1,15 +1,12 @@
 """A rollout with a long tail: orders of requests, on this machine and simulated.
 
-    python benchmarks/throughput/long_tail.py            # both steps, 5 minutes on 2 cores
+    python benchmarks/throughput/long_tail.py            # 4 minutes on 2 cores
     python benchmarks/throughput/long_tail.py --quick    # a smoke test
 
-Two steps of 128 requests, 8 samples of 16 prompts, on 32 rows, again and again with the same
-prompts; the prefix cache is emptied between steps, as a weight update does:
-
-- `demo`: that of `configs/grpo_addition.yaml`. Its answers are real ones, and end as they do.
-- `rl_longtail`: the workload of that name with the model `small`. Each prompt keeps its lengths, in
-  another order each step. An answer ends at a stop token that its seed gives at that place, so that
-  the engine knows no length before the end.
+Steps of the workload `rl_longtail` with the model `small`: 128 requests, 8 samples of 16 prompts,
+on 32 rows, again and again with the same prompts; the prefix cache is emptied between steps, as a
+weight update does. Each prompt keeps its lengths, in another order each step. An answer ends at a
+stop token that its seed gives at that place, so that the engine knows no length before the end.
 
 Engines with "fcfs" and "longest_first" take turns and do the same work: samples are compared. Then
 the simulator runs the same steps over a table of step times, which is measured on one of the
@@ -20,27 +17,16 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Sequence
 
-import jax
 import numpy as np
-from tunix.rl.rollout.base_rollout import RolloutConfig
 
-from benchmarks.lib.page import write_page
-from benchmarks.lib.reporting import ROOT, make_parser, output_dir, write_results
+from benchmarks.lib.reporting import make_parser, output_dir, write_results
 from benchmarks.lib.shapes import MODELS
-from benchmarks.lib.workloads import make_workload
-from sgljax_engine import Engine, RequestOutput, SamplingParams
+from benchmarks.lib.workloads import Workload, make_workload
+from sgljax_engine import Engine, ModelConfig, RequestOutput, SamplingParams
 from tools.simulation import Plan, RecordedLengths, Simulation, StepTable
-from tunix_sgljax import Progress, SglJaxRollout
-
-sys.path.insert(0, str(ROOT / "examples"))
-
-import addition_task
 
 POLICIES = ("fcfs", "longest_first")
 
@@ -123,104 +109,43 @@ class Steps:
         return self.lengths[step][prompt * count : (prompt + 1) * count]
 
 
-class Case(NamedTuple):
-    """What is run.
-
-    Attributes:
-        make_engine: Makes the engine of a policy.
-        make_steps: Makes the requests; the engine may sample some tokens for that.
-        vocab_size: Of the model.
-        num_rows: `max_running_requests`.
-    """
-
-    make_engine: Callable[[str], Engine]
-    make_steps: Callable[[Engine], Steps]
-    vocab_size: int
-    num_rows: int
+def make_engine(config: ModelConfig, workload: Workload, policy: str, num_rows: int) -> Engine:
+    """An engine that starts requests in an order."""
+    return Engine(
+        model_config=config,
+        load_format="dummy",
+        max_running_requests=num_rows,
+        max_model_len=max(workload.max_model_len + _MORE, _MODEL_LEN),
+        schedule_policy=policy,
+    )
 
 
-def demo(*, is_quick: bool) -> Case:
-    """The step of the demo."""
-    num_prompts, num_samples, num_rows, num_steps = (2, 4, 4, 2) if is_quick else (16, 8, 32, 24)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
-    tokenizer = addition_task.Tokenizer()
-    actor = addition_task.load_checkpoint(ROOT / "examples/data/addition_sft.safetensors", mesh)
-    rows = addition_task.problem_rows(num_prompts, seed=0)
-    prompts = [[tokenizer.bos_id(), *tokenizer.encode(row["prompts"])] for row in rows]
-
-    def make_engine(policy: str) -> Engine:
-        return SglJaxRollout(
-            rollout_actor=actor,
-            tokenizer=tokenizer,
-            mesh=mesh,
-            rollout_config=RolloutConfig(temperature=1.0),
-            page_size=16,
-            max_running_requests=num_rows,
-            max_model_len=_MODEL_LEN,
-            schedule_policy=policy,
-            progress=Progress(False),
-        ).engine
-
-    def make_steps(_: Engine) -> Steps:
-        requests = [prompt for prompt in prompts for _ in range(num_samples)]
-        new, ends = addition_task.MAX_NEW_TOKENS, (tokenizer.eos_id(),)
-        params = [
-            [
-                SamplingParams(max_new_tokens=new, stop_token_ids=ends, seed=seed)
-                for seed in range(step * len(requests), (step + 1) * len(requests))
-            ]
-            for step in range(num_steps)
-        ]
-        return Steps(requests, num_samples, params)
-
-    return Case(make_engine, make_steps, tokenizer.vocab_size, num_rows)
-
-
-def rl_longtail(*, is_quick: bool) -> Case:
-    """The step of the workload."""
-    model, num_rows, num_steps = ("tiny", 4, 2) if is_quick else ("small", 32, 7)
-    config = MODELS[model].config
-    workload = make_workload("rl_longtail", config.vocab_size, is_quick=is_quick)
+def make_steps(engine: Engine, workload: Workload, num_steps: int) -> Steps:
+    """The requests, whose stop tokens the engine says."""
     groups = np.reshape(workload.output_lengths, (-1, workload.num_samples)).tolist()
-
-    def make_engine(policy: str) -> Engine:
-        return Engine(
-            model_config=config,
-            load_format="dummy",
-            max_running_requests=num_rows,
-            max_model_len=max(workload.max_model_len + _MORE, _MODEL_LEN),
-            schedule_policy=policy,
-        )
-
-    def make_steps(engine: Engine) -> Steps:
-        recorded, rng = RecordedLengths(groups), random.Random(0)
-        most = workload.max_output_len + _MORE
-        params = []
-        for step in range(num_steps):
-            wanted = [
-                length
-                for prompt in range(len(groups))
-                for length in recorded.draw(prompt, workload.num_samples, rng)
-            ]
-            endless = [
-                SamplingParams(
-                    max_new_tokens=length + _MORE, ignore_eos=True, seed=step * len(wanted) + index
-                )
-                for index, length in enumerate(wanted)
-            ]
-            outputs = engine.generate_requests(workload.requests, endless)
-            params.append(
-                [
-                    dataclasses.replace(each, max_new_tokens=most, stop_token_ids=(token,))
-                    for each, token in zip(endless, map(_end, outputs, wanted), strict=True)
-                ]
+    recorded, rng = RecordedLengths(groups), random.Random(0)
+    most = workload.max_output_len + _MORE
+    params = []
+    for step in range(num_steps):
+        wanted = [
+            length
+            for prompt in range(len(groups))
+            for length in recorded.draw(prompt, workload.num_samples, rng)
+        ]
+        endless = [
+            SamplingParams(
+                max_new_tokens=length + _MORE, ignore_eos=True, seed=step * len(wanted) + index
             )
-        return Steps(workload.requests, workload.num_samples, params)
-
-    return Case(make_engine, make_steps, config.vocab_size, num_rows)
-
-
-CASES: dict[str, Callable[..., Case]] = {"demo": demo, "rl_longtail": rl_longtail}
+            for index, length in enumerate(wanted)
+        ]
+        outputs = engine.generate_requests(workload.requests, endless)
+        params.append(
+            [
+                dataclasses.replace(each, max_new_tokens=most, stop_token_ids=(token,))
+                for each, token in zip(endless, map(_end, outputs, wanted), strict=True)
+            ]
+        )
+    return Steps(workload.requests, workload.num_samples, params)
 
 
 def _end(output: RequestOutput, length: int) -> int:
@@ -233,15 +158,16 @@ def _end(output: RequestOutput, length: int) -> int:
     )
 
 
-def measure_table(engine: Engine, case: Case, repeats: int) -> StepTable:
+def measure_table(engine: Engine, num_rows: int, repeats: int) -> StepTable:
     """Times steps of full batches, the keys they read, prompts, and the host's part.
 
     A dispatch of many steps and one of few tell a step from the rest; long prompts in the cache
     tell the keys.
     """
     rng = np.random.default_rng(0)
-    batches = [rows for rows in (1, 4, 8, 16, 32) if rows <= case.num_rows]
-    short, long = (rng.integers(1, case.vocab_size, size).tolist() for size in (16, 128))
+    batches = [rows for rows in (1, 4, 8, 16, 32) if rows <= num_rows]
+    vocab_size = engine.model_config.vocab_size
+    short, long = (rng.integers(1, vocab_size, size).tolist() for size in (16, 128))
 
     def seconds(prompts: list[list[int]], num_tokens: int) -> float:
         params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
@@ -263,7 +189,7 @@ def measure_table(engine: Engine, case: Case, repeats: int) -> StepTable:
     keys = len(short) + (_FEW + _MANY) / 2  # what the timed steps read on average
     prefill_s = []
     for _ in range(repeats + 1):
-        fresh = rng.integers(1, case.vocab_size, (16, 64)).tolist()
+        fresh = rng.integers(1, vocab_size, (16, 64)).tolist()
         start = time.perf_counter()
         engine.generate_requests(fresh, SamplingParams(max_new_tokens=0))
         prefill_s.append(time.perf_counter() - start)
@@ -291,19 +217,22 @@ def median_table(tables: Sequence[StepTable]) -> StepTable:
     return dataclasses.replace(tables[0], step_s=tuple(step_s.tolist()), **fields)
 
 
-def measure(name: str, output: Path, *, is_quick: bool, repeats: int) -> None:
-    """Measures and simulates one of the steps, and writes what it finds."""
-    case = CASES[name](is_quick=is_quick)
-    engines = {policy: case.make_engine(policy) for policy in POLICIES}
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures and simulates the steps, and writes what it finds."""
+    args = make_parser(__doc__, pairs=3).parse_args(argv)
+    model, num_rows, num_steps = ("tiny", 4, 2) if args.quick else ("small", 32, 7)
+    config = MODELS[model].config
+    workload = make_workload("rl_longtail", config.vocab_size, is_quick=args.quick)
+    engines = {name: make_engine(config, workload, name, num_rows) for name in POLICIES}
     first = engines[POLICIES[0]]
-    steps = case.make_steps(first)
+    steps = make_steps(first, workload, num_steps)
     for engine in engines.values():  # programs, and the lengths of no step that counts
         engine.warmup()
     tables: list[StepTable] = []
     found: dict[str, list[float]] = {policy: [] for policy in POLICIES}
     for step in range(steps.num_steps):
         if step % -(-steps.num_steps // _NUM_TABLES) == 0:
-            tables.append(measure_table(first, case, repeats))
+            tables.append(measure_table(first, num_rows, args.pairs))
         outputs = {}
         for policy in POLICIES[:: 1 if step % 2 else -1]:
             seconds, outputs[policy] = steps.run(engines[policy], step)
@@ -314,30 +243,20 @@ def measure(name: str, output: Path, *, is_quick: bool, repeats: int) -> None:
     for engine in engines.values():
         engine.shutdown()
     table = median_table(tables)
-    simulated = {policy: steps.simulate(policy, table, case.num_rows) for policy in POLICIES}
+    simulated = {policy: steps.simulate(policy, table, num_rows) for policy in POLICIES}
     write_results(
-        output / f"long_tail_{name}.md",
-        f"A rollout with a long tail: {name}",
+        output_dir(args) / "long_tail.md",
+        "A rollout with a long tail",
         "benchmarks/throughput/long_tail.py",
-        [f"{len(steps.requests)} requests on {case.num_rows} rows.", "", *_lines(found, simulated)],
+        [f"{len(steps.requests)} requests on {num_rows} rows.", "", *_lines(found, simulated)],
         {
-            "is_quick": is_quick,
+            "is_quick": args.quick,
             "runs_s": found,
             "simulated_s": simulated,
             "table": dataclasses.asdict(table),
             "lengths": steps.lengths_by_prompt(),
         },
     )
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and simulates."""
-    parser = make_parser(__doc__, pairs=3)
-    parser.add_argument("--workloads", nargs="+", choices=CASES, default=list(CASES))
-    args = parser.parse_args(argv)
-    for name in args.workloads:
-        measure(name, output_dir(args), is_quick=args.quick, repeats=args.pairs)
-    print(f"wrote {write_page(output_dir(args))}")
 
 
 def _lines(found: dict[str, list[float]], simulated: dict[str, list[float]]) -> list[str]:

@@ -2,18 +2,17 @@
 
     python benchmarks/throughput/lora.py                  # small, about ten minutes
     python benchmarks/throughput/lora.py --pairs 1 --quick
-    python benchmarks/throughput/lora.py --model qwen3-0.6b --syncs-only --kinds full adapter
 
-The last of these takes 15 GB of memory. Engines and rollouts with the same weights take turns in
-one process; the order within a pair alternates. Each engine decodes 64 rows for 128 tokens; each
-rollout takes the parameters that Tunix's `sync_weights` hands over, new arrays every time.
+Engines and rollouts with the same weights take turns in one process; the order within a pair
+alternates. Each engine decodes 64 rows for 128 tokens; each rollout takes the parameters that
+Tunix's `sync_weights` hands over, new arrays every time.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -110,11 +109,9 @@ def with_lora(base: nnx.Module) -> Any:
     return qwix.apply_lora_to_model(base, provider, **inputs, rngs=nnx.Rngs(0))
 
 
-def measure_syncs(
-    model: BenchModel, kinds: Sequence[str], num_pairs: int
-) -> dict[str, list[float]]:
-    """Seconds of syncs of each of these kinds, in turns."""
-    models, rollouts = {}, {}
+def measure_syncs(model: BenchModel, num_pairs: int) -> dict[str, list[float]]:
+    """Seconds of syncs of each kind, in turns."""
+    models, rollouts, kinds = {}, {}, list(SYNCS)
     for kind in kinds:
         base = make_tunix_model(model.config)
         models[kind] = base if kind == "full" else with_lora(base)
@@ -152,23 +149,18 @@ def main() -> None:
     """Measures and writes the report."""
     parser = make_parser(__doc__, pairs=7)
     parser.add_argument("--model", choices=MODELS, default="small")
-    parser.add_argument("--syncs-only", action="store_true", help="does not measure decoding")
-    parser.add_argument("--kinds", nargs="+", choices=SYNCS, default=list(SYNCS), help="of syncs")
     args = parser.parse_args()
     warnings.simplefilter("ignore", DeprecationWarning)
     model = MODELS[args.model]
-    decode: dict[str, list[float]] = {}
-    if not args.syncs_only:
-        decode = measure_decode(model, 16 if args.quick else 128, args.pairs)
-    syncs = measure_syncs(model, args.kinds, 2 * args.pairs)
+    decode = measure_decode(model, 16 if args.quick else 128, args.pairs)
+    syncs = measure_syncs(model, 2 * args.pairs)
     lines = [
-        *(speed_table({f"decode, {NUM_ROWS} rows": decode}, "no adapters") if decode else []),
+        *speed_table({f"decode, {NUM_ROWS} rows": decode}, "no adapters"),
         "",
-        *speed_table({"sync": syncs}, args.kinds[0]),
+        *speed_table({"sync": syncs}, "full"),
     ]
-    name = f"lora_{args.model}_syncs.md" if args.syncs_only else "lora.md"
     write_results(
-        output_dir(args) / name,
+        output_dir(args) / "lora.md",
         "What LoRA costs",
         "benchmarks/throughput/lora.py",
         lines,

@@ -15,7 +15,6 @@ second, since the first ones compile; to wait is the part that a step spends on 
 from __future__ import annotations
 
 import functools
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -29,8 +28,7 @@ from tunix.rl.grpo.grpo_learner import GRPOConfig
 from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
-from benchmarks.lib.page import write_page
-from benchmarks.lib.reporting import ROOT, make_parser, output_dir, write_results
+from benchmarks.lib.reporting import ROOT, make_parser, output_dir, read_results, write_results
 from tunix_sgljax import OverSampling, OverSamplingGrpoLearner, SglJaxRollout
 from tunix_sgljax.training import load_config
 
@@ -175,14 +173,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     num_steps = args.steps or (4 if args.quick else 25)
     output = output_dir(args) / "over_sampling.md"
-    found = _earlier(output.with_suffix(".json"))
+    found = _earlier(output)
     for seed in args.seeds:
         for way in args.ways[:: -1 if seed % 2 else 1]:
             if str(seed) not in found[way]:
                 found[way][str(seed)] = training = train(way, seed, num_steps, args.rows)
                 print(way, seed, _line(way, [training]), flush=True)
                 _write(output, found, f"{num_steps} steps, {args.rows} rows", is_quick=args.quick)
-    print(f"wrote {write_page(output_dir(args))}")
 
 
 def _write(
@@ -212,9 +209,9 @@ def _write(
     )
 
 
-def _earlier(path: Path) -> dict[str, dict[str, Training]]:
+def _earlier(output: Path) -> dict[str, dict[str, Training]]:
     """Trainings of earlier runs, by way and seed."""
-    found = json.loads(path.read_text())["trainings"] if path.exists() else {}
+    found = read_results(output).get("trainings", {})
     return {
         way: {seed: Training(**each) for seed, each in found.get(way, {}).items()} for way in WAYS
     }

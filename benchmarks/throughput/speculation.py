@@ -22,11 +22,12 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.lib.reporting import make_parser, output_dir, write_results
+from benchmarks.lib.reporting import make_parser, output_dir, read_results, write_results
 from benchmarks.lib.shapes import MODELS
 from benchmarks.lib.turns import speeds
 from sgljax_engine import Engine, EngineCounters, ModelConfig, SamplingParams
@@ -247,30 +248,46 @@ def main(argv: Sequence[str] | None = None) -> None:
     for model in (MODELS[name] for name in args.models):
         num_tokens = args.tokens or NUM_TOKENS.get(model.name, DEFAULT_NUM_TOKENS)
         num_tokens = 24 if args.quick else num_tokens
-        results: list[Result] = []
-        for num_rows in args.rows:
-            results += measure_rows(model.config, num_rows, num_tokens, args.pairs)
-        write_results(
-            output_dir(args) / f"speculation_{model.name}.md",
-            f"What draft tokens bring and cost, model `{model.name}`",
-            f"benchmarks/throughput/speculation.py --models {model.name} "
-            f"--rows {' '.join(map(str, args.rows))} --tokens {num_tokens} --pairs {args.pairs}",
-            [
-                "| rows | drafts | off, s | auto, s | speed, median pair | smallest to largest "
-                "| pairs | tokens per step | tokens with drafts |",
-                "|---:|---|---:|---:|---:|---|---:|---:|---:|",
-                *(result.row() for result in results),
-            ],
-            {"results": [dataclasses.asdict(result) for result in results]},
-            facts=[
-                f"Model: {model.in_words}, float32",
-                f"Up to {DRAFT_TOKENS} draft tokens of a row in a step; prompts of "
-                f"{PROMPT_TOKENS} tokens",
-                "Speed: of `auto` over that of `off`; the outputs of both are equal",
-                "Tokens per step: what a row gets from a step of a dispatch with drafts",
-                "Tokens with drafts: share of all tokens that came from such dispatches",
-            ],
-        )
+        results = [
+            dataclasses.asdict(result)
+            for num_rows in args.rows
+            for result in measure_rows(model.config, num_rows, num_tokens, args.pairs)
+        ]
+        output = output_dir(args) / "speculation.md"
+        models = read_results(output).get("models", {})
+        models[model.name] = {"num_tokens": num_tokens, "results": results}
+        write_report(output, models)
+
+
+def write_report(output: Path, models: Mapping[str, Mapping[str, Any]]) -> None:
+    """Writes what was measured of all models."""
+    write_results(
+        output,
+        "What draft tokens bring and cost",
+        "benchmarks/throughput/speculation.py",
+        [
+            "| model | rows | drafts | off, s | auto, s | speed, median pair | smallest to largest "
+            "| pairs | tokens per step | tokens with drafts |",
+            "|---|---:|---|---:|---:|---:|---|---:|---:|---:|",
+            *(
+                f"| {name} {Result(**result).row()}"
+                for name, found in models.items()
+                for result in found["results"]
+            ),
+        ],
+        {"models": models},
+        facts=[
+            *(
+                f"{name}: {MODELS[name].in_words}, float32; answers of {found['num_tokens']} tokens"
+                for name, found in models.items()
+            ),
+            f"Up to {DRAFT_TOKENS} draft tokens of a row in a step; prompts of {PROMPT_TOKENS} "
+            "tokens",
+            "Speed: of `auto` over that of `off`; the outputs of both are equal",
+            "Tokens per step: what a row gets from a step of a dispatch with drafts",
+            "Tokens with drafts: share of all tokens that came from such dispatches",
+        ],
+    )
 
 
 if __name__ == "__main__":

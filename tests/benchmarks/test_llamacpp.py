@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import struct
 import sys
-from typing import Any
 
-import ml_dtypes
+import gguf
 import numpy as np
 import pytest
 
-from benchmarks.lib.gguf_model import encode, gguf_name, write_gguf
+from benchmarks.lib.gguf_model import STORED_TYPES, write_gguf
 from benchmarks.lib.llamacpp_peer import Batcher, Settings
 from benchmarks.lib.llamacpp_sides import Worker, make_weights
 from benchmarks.lib.shapes import MODELS
@@ -82,66 +80,38 @@ def test_a_group_is_prefilled_once():
     assert context.num_tokens == 100 + 2 * 8
 
 
-class Reader:
-    """Reads the parts of a GGUF file."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data, self.offset = data, 0
-
-    def read(self, layout) -> Any:
-        values = list(struct.unpack_from(f"<{layout}", self.data, self.offset))
-        self.offset += struct.calcsize(f"<{layout}")
-        return values if len(values) > 1 else values[0]
-
-    def string(self):
-        return self.read(f"{self.read('Q')}s").decode()
-
-    def value(self):
-        kind = self.read("I")
-        return self.string() if kind == 8 else self.read({4: "I", 6: "f"}[kind])
-
-
-def test_a_file_holds_the_weights_transposed(tmp_path):
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float32", 0), ("bfloat16", 2**-8), ("int8", 1 / 200)]
+)
+def test_a_file_holds_the_weights_transposed(tmp_path, dtype, tolerance):
     config = MODELS["tiny"].config
     weights = make_weights(config).arrays
     path = tmp_path / "model.gguf"
-    write_gguf(path, config, weights)
-    reader = Reader(path.read_bytes())
-    magic, version, num_tensors, num_facts = reader.read("4sIQQ")
-    assert (magic, version, num_tensors) == (b"GGUF", 3, len(weights))
-    facts = {reader.string(): reader.value() for _ in range(num_facts)}
-    assert facts["general.architecture"] == "qwen3"
-    assert facts["qwen3.attention.head_count_kv"] == config.num_kv_heads
-    tensors = {}
-    for _ in range(num_tensors):
-        name, num_dims = reader.string(), reader.read("I")
-        tensors[name] = [reader.read("Q") for _ in range(num_dims)], *reader.read("IQ")
-    start = -(-reader.offset // 32) * 32
-    for name, weight in weights.items():
-        shape, kind, offset = tensors[gguf_name(name)]
-        stored = np.frombuffer(reader.data, np.float32, weight.size, start + offset)
-        logical = stored.reshape(shape[::-1])
-        assert kind == 0
-        np.testing.assert_array_equal(logical.T if "_proj" in name else logical, weight)
+    write_gguf(path, config, weights, dtype)
+    reader = gguf.GGUFReader(path)
+    assert reader.fields["general.architecture"].contents() == "qwen3"
+    assert reader.fields["qwen3.attention.head_count_kv"].contents() == config.num_kv_heads
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    assert len(tensors) == len(weights)
+    projection = tensors["blk.0.attn_q.weight"]
+    assert projection.tensor_type == STORED_TYPES[dtype]
+    expected = weights["model.layers.0.self_attn.q_proj.weight"].T
+    found = gguf.dequantize(projection.data, projection.tensor_type)
+    np.testing.assert_allclose(found, expected, atol=tolerance * np.abs(expected).max())
+    norm = tensors["blk.5.ffn_norm.weight"]
+    np.testing.assert_array_equal(
+        norm.data, weights["model.layers.5.post_attention_layernorm.weight"]
+    )
 
 
 def test_other_weights_and_models_are_refused(tmp_path):
+    config, path = MODELS["tiny"].config, tmp_path / "model.gguf"
+    name = "model.layers.0.mlp.router.weight"
     with pytest.raises(ValueError, match=r"no weight of Qwen3: 'model\.layers\.0\.mlp\.router"):
-        gguf_name("model.layers.0.mlp.router.weight")
-    config = dataclasses.replace(MODELS["tiny"].config, architecture="LlamaForCausalLM")
+        write_gguf(path, config, {name: np.ones(4, np.float32)})
+    config = dataclasses.replace(config, architecture="LlamaForCausalLM")
     with pytest.raises(ValueError, match="'LlamaForCausalLM'"):
-        write_gguf(tmp_path / "model.gguf", config, {})
-
-
-def test_small_types_are_near_the_numbers():
-    array = np.random.default_rng(0).standard_normal((3, 64), np.float32)
-    array[0, :32] = 0
-    halves = np.frombuffer(encode(array, "BF16"), ml_dtypes.bfloat16).astype(np.float32)
-    np.testing.assert_allclose(halves.reshape(array.shape), array, rtol=2**-8)
-    layout = np.dtype([("factor", np.float16), ("values", np.int8, (32,))])
-    blocks = np.frombuffer(encode(array, "Q8_0"), layout)
-    restored = blocks["values"] * blocks["factor"].astype(np.float32)[:, None]
-    np.testing.assert_allclose(restored.reshape(array.shape), array, atol=np.abs(array).max() / 200)
+        write_gguf(path, config, {})
 
 
 def test_tokens_are_compared_up_to_the_first_difference():

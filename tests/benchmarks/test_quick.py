@@ -4,17 +4,8 @@ import json
 
 import pytest
 
-from benchmarks.hardware import step_parts
-from benchmarks.interruption import interruptions, sleep_wake
-from benchmarks.throughput import (
-    delta_net,
-    growth,
-    hybrid,
-    long_tail,
-    options,
-    over_sampling,
-    simulated,
-)
+from benchmarks.interruption import interruptions
+from benchmarks.throughput import hybrid, long_tail, over_sampling, sampling_table
 
 QUICK_COMPILE = "that the benchmark runs and what it writes, not its numbers"
 
@@ -39,52 +30,14 @@ def test_pauses(tmp_path):
 
 
 @pytest.mark.soak
-def test_sleeps_and_saves(tmp_path):
-    data = written(sleep_wake.main, tmp_path, "sleep_wake")
-    kept, given_up = data["cycles"]
-    assert kept["device_bytes"] == given_up["device_bytes"]
-    assert kept["host_bytes"] > given_up["host_bytes"]
-    assert [each["with_kv"] for each in data["saves"]] == [False, True]
-
-
-@pytest.mark.soak
-def test_parts_of_a_step(tmp_path):
-    data = written(step_parts.main, tmp_path, "step_parts_tiny", "--model", "tiny")
-    assert 2 <= data["num_rows"] <= 4
-    measured = {part["part"]: part["measured_s"] for part in data["parts"]}
-    assert list(measured)[::5] == ["projections", "host"]
-    assert measured["projections"] > 0
-
-
-@pytest.mark.soak
-def test_growth_with_the_batch(tmp_path):
-    data = written(growth.main, tmp_path, "growth", "--series", "batch")
-    assert list(data["runs_s"]["batch"]["tiny"]) == ["1", "2"]
-    assert "| [growth](growth.md) |" in (tmp_path / "README.md").read_text()
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("name", ["demo", "rl_longtail"])
-def test_the_long_tail(tmp_path, name):
-    data = written(long_tail.main, tmp_path, f"long_tail_{name}", "--workloads", name)
+def test_the_long_tail(tmp_path):
+    data = written(long_tail.main, tmp_path, "long_tail")
+    assert "| [long_tail](long_tail.md) |" in (tmp_path / "README.md").read_text()
     assert list(data["runs_s"]) == list(data["simulated_s"]) == ["fcfs", "longest_first"]
     assert all(len(each) == 2 for each in data["runs_s"].values())
     assert data["table"]["rows"] == [1, 4]
     assert [len(each) for each in data["lengths"]] == [8, 8]
     assert all(length > 0 for each in data["lengths"] for length in each)
-
-
-@pytest.mark.soak
-def test_simulated_rollouts(tmp_path):
-    for lengths in ("lognormal", "rl_longtail"):  # the second adds to the first
-        data = written(
-            simulated.main, tmp_path, "simulated", "--lengths", lengths, "--hardware", "cpu"
-        )
-    assert list(data["found"]) == ["lognormal, cpu", "rl_longtail, cpu"]
-    for rows in data["found"].values():
-        assert [row["epoch"] for row in rows] == ["first", "later"]
-        assert all(row["outcomes"][0]["speed"] == 1 for row in rows)
-    assert "in 4 cases" in (tmp_path / "simulated.md").read_text()
 
 
 @pytest.mark.soak
@@ -102,15 +55,9 @@ def test_over_sampling(tmp_path):
 
 
 @pytest.mark.soak
-def test_experts(tmp_path):
-    data = written(options.main, tmp_path, "moe", "--pairs", "1", "--tables", "moe")
-    assert list(data["seconds"]) == ["1 rows", "8 rows", "64 rows"]
-
-
-@pytest.mark.soak
-def test_recurrence(tmp_path):
-    data = written(delta_net.main, tmp_path, "delta_net", "--pairs", "1")
-    assert set(data["prefill of 32 tokens"]) == {"XLA", "XLA by token", "kernels"}  # not computed
+def test_the_sampling_table(tmp_path):
+    data = written(sampling_table.main, tmp_path, "sampling_table", "--pairs", "1")
+    assert list(data["seconds"]["vocabulary 4096"]) == list(sampling_table.SETTINGS)
 
 
 @pytest.mark.soak

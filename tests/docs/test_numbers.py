@@ -103,7 +103,7 @@ def test_speed_of_a_cpu(plot):
 def test_the_demos_answers_and_seconds():
     """That it takes as long with either engine."""
     (tokens,) = numbers("README.md", r"whose answers have (\d+) tokens, takes as long with either")
-    runs = result("archive/grpo_addition")["runs"]
+    runs = result("grpo_addition")["runs"]
     seconds = {
         name: statistics.fmean(run["run_s"] for run in runs if run["rollout"] == name)
         for name in ("sgljax", "vanilla")

@@ -62,9 +62,9 @@ _ACCELERATOR_ROWS = (1, 4, 16, 64, 256)
 TABLES = MappingProxyType(
     {
         "cpu": StepTable(
-            source="a Qwen3 of 27 million parameters on two cores of an AMD EPYC, measured: "
-            "benchmarks/results/growth.md (steps by rows, keys by contexts); prefill as many "
-            "tokens in a step of 64 rows, and 0.5 ms of host a dispatch, assumed",
+            source="a Qwen3 of 27 million parameters on two cores of an AMD EPYC, measured on "
+            "2026-11-24 (steps by rows, keys by contexts); prefill as many tokens in a step of "
+            "64 rows, and 0.5 ms of host a dispatch, assumed",
             rows=(1, 4, 8, 16, 32, 64, 128, 256),
             step_s=(2.17e-3, 2.91e-3, 3.62e-3, 3.88e-3, 5.37e-3, 10.2e-3, 20.7e-3, 44.7e-3),
             key_s=1.76e-7,
@@ -92,9 +92,9 @@ TABLES = MappingProxyType(
             dispatch_s=3e-4,
         ),
         "h200": StepTable(
-            source="Qwen3-0.6B on one H200, measured: benchmarks/results/gpu_ladder.md and "
-            "docs/accelerators.md (3.78 ms for 128 rows, 2.3 of it attention of 576 keys a row; "
-            "prefill of 2,048 tokens), and 0.3 ms of host a dispatch, assumed",
+            source="Qwen3-0.6B on one H200, measured: benchmarks/results/gpu_ladder.md "
+            "(3.78 ms for 128 rows; prefill of 2,048 tokens), 2.3 ms of it attention of 576 keys a "
+            "row, profiled on 2026-11-26, and 0.3 ms of host a dispatch, assumed",
             rows=_ACCELERATOR_ROWS,
             step_s=(1.48e-3,) * len(_ACCELERATOR_ROWS),
             key_s=3.12e-8,
