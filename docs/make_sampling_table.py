@@ -26,7 +26,7 @@ TESTS = {
     "spaces_between_special_tokens": _TEXT + "spaces_between_special_tokens",
     "decode_behind_prompt": _TEXT + "decode_behind_prompt",
     "reasoning_tags": _TEXT + "reasoning_tags",
-    "return_sampling_mask": "tests/engine/test_sampling_masks.py::test_a_request_reports_masks",
+    "return_sampling_mask": "tests/engine/test_sampling_masks.py::TestRequests::test_masks",
 }
 """Tests of fields that are not in `TestRows` under the field's name."""
 
@@ -108,7 +108,16 @@ which experts its tokens went through. `RequestOutput.routed_experts`, in dicts
 experts, the most probable expert first. It has a row for each token of prompt and output but the
 last one, which the model has not seen. A stream has it in its last item. A retracted request has
 the choices of the weights that prefilled it again. It is None for a request that was aborted before
-it decoded, and for an output that was finished when a [checkpoint](interruptions.md#checkpoints) was saved.
+it decoded, and for an output that was finished when a
+[checkpoint](interruptions.md#checkpoints) was saved.
+
+## Sampling masks
+
+With `return_sampling_mask=True` an output has `output_token_sampling_mask`, for each token the ids
+that it was drawn from, and `output_token_sampling_logprobs`, its log-prob over these. Such a
+request samples from at most 512 tokens: a larger top_k is refused, and without one it is 512.
+Tokens that tie with the last of a full mask are not drawn. Chat and completions give vLLM's `token_ids` and
+`offsets` as `sampling_mask`. Trainers use it for [replay](training.md#sampling-replay).
 
 ## Streaming
 
@@ -125,9 +134,9 @@ sleep, steps per dispatch and buckets. `score` and `get_per_token_logps` give th
 | where | |
 |---|---|
 | one CPU with the JIT-compiled kernels | always, in every dtype and with any number of threads; \
-[no cost](../benchmarks/results/determinism.md) |
-| one NVIDIA GPU | with `enable_deterministic_sampling=True`, for [7 % of a step](accelerators.md#gpus) on an \
-H200 |
+no cost |
+| one NVIDIA GPU | with `enable_deterministic_sampling=True`, for \
+[7 % of a step](accelerators.md#gpus) on an H200 |
 | elsewhere | no |
 
 True is refused for several devices, TPUs, CPUs without the kernels, a head_dim that fills no vector

@@ -243,8 +243,8 @@ to_hf_tensors write_hf_tensors
 """,
     "tunix_sgljax": """
 AgenticGrpoLearner GrpoLearner MismatchReport OverSampling OverSamplingAgenticGrpoLearner
-OverSamplingGrpoLearner Progress RLCluster SglJaxRollout Timeline VersionedRolloutOutput
-create_sgljax_rollout log_rollout_metrics mismatch_report record_timeline
+OverSamplingGrpoLearner PpoLearner Progress RLCluster SglJaxRollout Timeline
+VersionedRolloutOutput create_sgljax_rollout log_rollout_metrics mismatch_report record_timeline
 """,
     "tunix_sgljax.training": """
 RunResult TrainConfig evaluate load_config prepare run to_yaml

@@ -191,25 +191,26 @@ def masks_of(out: dict[str, Any]) -> list[list[int]]:
     return masks
 
 
-def test_a_request_reports_masks(engine):
-    """Log softmax of the raw log-probs over a mask is the processed log-prob, without a table."""
-    outs = generate(engine, return_sampling_mask=True)
-    for settings, out in zip(REQUESTS, outs, strict=True):
-        meta, masks = out["meta_info"], masks_of(out)
-        processed = [entry[0] for entry in meta["output_processed_logprobs"]]
-        assert meta["output_token_sampling_logprobs"] == processed
-        for place, (token, mask) in enumerate(zip(out["output_ids"], masks, strict=True)):
-            assert token in mask
-            assert not {3, 4, 5} & set(mask) or "bad_token_ids" not in settings
-            assert len(mask) <= settings.get("top_k", MAX_SAMPLING_MASK)
-            if settings.get("temperature") == 0.0:
-                assert mask == [token]
-            elif "bad_token_ids" not in settings:
-                raw = {t: p for p, t, _ in meta["output_top_logprobs"][place]}
-                assert mask == sorted(raw, key=raw.__getitem__, reverse=True)[: len(mask)]
-                scaled = np.array([raw[t] for t in mask]) / settings.get("temperature", 1.0)
-                expected = scaled[mask.index(token)] - np.logaddexp.reduce(scaled)
-                assert abs(expected - processed[place]) < 1e-4
+class TestRequests:
+    def test_masks(self, engine):
+        """Log softmax of raw log-probs over a mask is the processed log-prob, without a table."""
+        outs = generate(engine, return_sampling_mask=True)
+        for settings, out in zip(REQUESTS, outs, strict=True):
+            meta, masks = out["meta_info"], masks_of(out)
+            processed = [entry[0] for entry in meta["output_processed_logprobs"]]
+            assert meta["output_token_sampling_logprobs"] == processed
+            for place, (token, mask) in enumerate(zip(out["output_ids"], masks, strict=True)):
+                assert token in mask
+                assert not {3, 4, 5} & set(mask) or "bad_token_ids" not in settings
+                assert len(mask) <= settings.get("top_k", MAX_SAMPLING_MASK)
+                if settings.get("temperature") == 0.0:
+                    assert mask == [token]
+                elif "bad_token_ids" not in settings:
+                    raw = {t: p for p, t, _ in meta["output_top_logprobs"][place]}
+                    assert mask == sorted(raw, key=raw.__getitem__, reverse=True)[: len(mask)]
+                    scaled = np.array([raw[t] for t in mask]) / settings.get("temperature", 1.0)
+                    expected = scaled[mask.index(token)] - np.logaddexp.reduce(scaled)
+                    assert abs(expected - processed[place]) < 1e-4
 
 
 def test_reporting_changes_no_token(engine):
