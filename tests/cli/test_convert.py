@@ -256,7 +256,8 @@ def test_gemma_1_whose_folders_tunix_does_not_load():
 
 
 def test_steps(tmp_path, capsys):
-    model, actor = load_into_tunix("qwen3_gqa_tied"), tmp_path / "root" / "actor"
+    model: Any = load_into_tunix("qwen3_gqa_tied")
+    actor = tmp_path / "root" / "actor"
     for step in (1, 2):
         save(model, actor, step)
         model.final_norm.w[...] = 2 * model.final_norm.w[...]
