@@ -116,8 +116,9 @@ it decoded, and for an output that was finished when a
 With `return_sampling_mask=True` an output has `output_token_sampling_mask`, for each token the ids
 that it was drawn from, and `output_token_sampling_logprobs`, its log-prob over these. Such a
 request samples from at most 512 tokens: a larger top_k is refused, and without one it is 512.
-Tokens that tie with the last of a full mask are not drawn. Chat and completions give vLLM's `token_ids` and
-`offsets` as `sampling_mask`. Trainers use it for [replay](training.md#sampling-replay).
+Tokens that tie with the last of a full mask are not drawn. Chat and completions give vLLM's
+`token_ids` and `offsets` as `sampling_mask`. Trainers use it for
+[replay](training.md#sampling-replay).
 
 ## Streaming
 
