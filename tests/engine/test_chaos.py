@@ -71,7 +71,8 @@ class Chaos:
         for name in kind.adapters:
             self.engine.load_adapter(name, *pairs(kind.model, 0))
         serving: tuple[int, dict[str, int]] = (0, dict.fromkeys(kind.adapters, 0))
-        self.sets = {self.engine.weight_version: serving}  # weights and pairs of each version
+        # Weights and pairs of each version.
+        self.sets: dict[int, tuple[int, dict[str, int]]] = {self.engine.weight_version: serving}
         self.answers: list[Answer] = []
         self.num_pieces = self.num_tokens = 0
         self.changed = threading.Condition()
