@@ -187,7 +187,7 @@ def hooks(engine: Engine, expected: list[list[int]]) -> None:
     with pytest.raises(SystemExit, match="planted"):
         inside.ask(engine, functools.partial(cmd.Run, leave))
     with pytest.raises(SystemExit, match="planted"):
-        inside.ask(engine, functools.partial(cmd.Warmup, True, True, Progress()))
+        inside.ask(engine, functools.partial(cmd.Warmup, True, True, False, Progress()))
     assert both(engine) == expected
     check_idle(engine)
 
