@@ -12,12 +12,12 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
+
 from sgljax_engine.errors import EngineError
 from sgljax_engine.sampling_params import NO_LOGPROBS, LogprobOptions, SamplingParams
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from sgljax_engine.sampling.token_counts import TokenCounts
     from sgljax_engine.speculation.plan import RowVerified, StepDrafts
 

@@ -62,7 +62,7 @@ def pace(engine: Engine) -> Engine:
     """
     core = inside.core(engine)
     outputs: Any = core.outputs
-    step, put, take = core.step, outputs._queue.put, outputs._take
+    step, put, take = core.step, outputs._queue.put, outputs._handle_or_end
     # The detokenizer waits in the call of the method as it was: its first return is not counted.
     changed, counts = threading.Condition(), {"put": 0, "taken": 1}
 
@@ -83,7 +83,7 @@ def pace(engine: Engine) -> Engine:
             changed.wait_for(lambda: counts["taken"] >= counts["put"], _PATIENCE_S)
         step()
 
-    core.step, outputs._queue.put, outputs._take = step_late, counted_put, counted_take
+    core.step, outputs._queue.put, outputs._handle_or_end = step_late, counted_put, counted_take
     return engine
 
 

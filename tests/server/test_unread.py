@@ -271,6 +271,7 @@ SAMPLING: dict[str, tuple[Any, dict[str, Any]]] = {
     "ignore_eos": (True, {"allowed_token_ids": [EOS]}),
     "include_stop_str_in_output": (True, {"allowed_token_ids": [E], "stop": "ee"}),
     "skip_special_tokens": (False, {"allowed_token_ids": [START], "ignore_eos": True}),
+    "return_sampling_mask": (True, {}),
 }
 """A value of each field, and the other fields that make its effect visible."""
 
@@ -305,6 +306,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, dict[str, Any]]]]] =
             "token_ids_logprob": ([5], {"return_logprob": True}),
             "return_text_in_logprobs": (True, {"return_logprob": True}),
             "return_routed_experts": (True, {}),
+            "return_sampling_mask": (True, {}),
             "stream": (True, {}),
             "stream_output": (True, {"stream": True}),
             "lora_path": ("other", {}),

@@ -17,9 +17,11 @@ FILE = "lora.json"
 class LoraSettings:
     """A low-rank pair beside each chosen weight, whose own values stay as they are.
 
-    `module_path` is a regular expression for the whole path of a module: "layers/0/attn/q_proj".
-    The scale of pairs is alpha / rank; checkpoints do not hold alpha. `weight_qtype` quantises the
-    frozen weights that have a pair: "int8", "int4" or "nf4".
+    Attributes:
+        rank: Rank of the pairs.
+        alpha: Numerator of the pairs' scale, alpha / rank. Checkpoints do not hold it.
+        module_path: Regular expression for the whole path of a module: "layers/0/attn/q_proj".
+        weight_qtype: Quantise the frozen weights that have a pair: "int8", "int4" or "nf4".
     """
 
     rank: int
