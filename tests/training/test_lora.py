@@ -181,7 +181,7 @@ def test_pairs_alone_are_trained_and_saved_and_a_run_resumes(tmp_path, capsys):
         "weight_qtype": None,
     }
     assert train(path) == 0
-    check_steps(read_records(tmp_path), [2], [0])
+    check_steps(read_records(tmp_path), [1, 2], [0, 0])
     one, two = (read_checkpoint(find_step(checkpoints, step)) for step in (1, 2))
     assert set(one) == set(two) == set(first)
     for name in first:
