@@ -329,10 +329,18 @@ def test_what_cannot_be_right_is_refused_by_name(options, changes, message):
         Run(learner, options=options)
 
 
-def test_auto_says_why_it_is_off(caplog):
-    run = Run(grpo, options={"sampling_params": {"presence_penalty": 0.5}})
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"options": {"sampling_params": {"presence_penalty": 0.5}}}, "goes without penalties"),
+        ({"sampling": {"top_k": 513}}, "top_k must be at most 512"),
+    ],
+)
+def test_auto_says_why_it_is_off(changes, reason, caplog):
+    run = Run(grpo, **changes)
     assert run.learner._replay is None
-    assert "sampling replay is off: it goes without penalties and logit_bias" in caplog.text
+    assert "sampling replay is off: it " in caplog.text
+    assert reason in caplog.text
     run.cluster.rollout.close()
 
 

@@ -58,6 +58,10 @@ class TestGenerate:
         reply = served.ok("/generate", body | {"return_sampling_mask": True})
         same(reply, output)
         assert max(map(len, reply["meta_info"]["output_token_sampling_mask"])) == 4
+        wide = {"sampling_params": {"top_k": 513}, "return_sampling_mask": True}
+        refused = served.post("/generate", body | wide)
+        assert refused.status_code == 400
+        assert "top_k must be at most 512" in refused.text
 
     def test_text_and_default_parameters(self, served):
         params = {"max_new_tokens": 5, "seed": 3}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from flax import nnx
 from tunix.rl import rl_cluster as tunix_cluster
 from tunix.rl.common import compute_per_token_logps
 
-from sgljax_engine import InvalidConfigError, SamplingParams
+from sgljax_engine import InvalidConfigError, InvalidRequestError, SamplingParams
 from tunix_sgljax.padding import right_pad
 from tunix_sgljax.replay.examples import Example, extended, pad_masks
 from tunix_sgljax.replay.support import masked_model
@@ -84,7 +85,7 @@ class Replay:
             logger.warning("sampling replay is off: it %s", problem)
             return None
         assert rollout is not None
-        logger.info(
+        logger.warning(
             "sampling replay is on: %s leaves out tokens, and the trainer leaves out the same "
             "ones. At most 512 tokens of a position are sampled from; replay='off' ends it",
             describe_filters(params),
@@ -161,6 +162,10 @@ def _problem(
         return "needs a temperature above 0, got 0"
     if params.has_penalties or params.logit_bias:
         return "goes without penalties and logit_bias, which change the logits that are left"
+    try:
+        dataclasses.replace(params, return_sampling_mask=True)
+    except InvalidRequestError as error:
+        return f"goes without these filters: {error}"
     if rollout.logprobs_mode not in ("trainer_logprobs", "processed_logprobs"):
         return f"goes without logprobs_mode={rollout.logprobs_mode!r}"
     training = cluster.cluster_config.training_config
@@ -169,8 +174,16 @@ def _problem(
             "goes without RLTrainingConfig.max_seq_token_per_tpu, got "
             f"{training.max_seq_token_per_tpu}: packed sequences have no masks"
         )
-    if beta != 0.0 and "reference" not in cluster.inference_worker._models:
+    if beta != 0.0 and not _has_reference(cluster):
         return (
             f"needs a reference model with beta={beta}: the frozen base scores whole vocabularies"
         )
     return ""
+
+
+def _has_reference(cluster: tunix_cluster.RLCluster) -> bool:
+    try:
+        cluster.inference_worker.get_model("reference")
+    except ValueError:
+        return False
+    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, ClassVar
 
@@ -134,7 +135,7 @@ class _GenerateAnswer:
         prompts, is_single = _prompts(engine, body)
         params = _params(engine, body.sampling_params, prompts)
         if body.return_sampling_mask:
-            params = [each.override({"return_sampling_mask": True}) for each in params]
+            params = [dataclasses.replace(each, return_sampling_mask=True) for each in params]
         self._is_single = is_single and params[0].n == 1
         rids = [body.rid] if isinstance(body.rid, str) else body.rid
         self.job = Job(
