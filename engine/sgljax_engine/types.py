@@ -12,12 +12,12 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import numpy as np
-
 from sgljax_engine.errors import EngineError
 from sgljax_engine.sampling_params import NO_LOGPROBS, LogprobOptions, SamplingParams
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from sgljax_engine.sampling.token_counts import TokenCounts
     from sgljax_engine.speculation.plan import RowVerified, StepDrafts
 
@@ -99,16 +99,6 @@ class PromptLogprobs(NamedTuple):
 
     logprobs: list[float | None]
     extras: list[TopLogprobs | None]
-
-
-def to_csr(masks: Sequence[np.ndarray | Sequence[int]]) -> dict[str, np.ndarray]:
-    """Masks as vLLM's two arrays: token i has `token_ids[offsets[i] : offsets[i + 1]]`.
-
-    Returns:
-        `token_ids` int32 [N] and `offsets` int32 [len(masks) + 1].
-    """
-    offsets = np.cumsum([0, *map(len, masks)], dtype=np.int32)
-    return {"token_ids": np.concatenate(masks), "offsets": offsets}
 
 
 def prompt_key(prompt_ids: Sequence[int], lora: str | None) -> int:

@@ -18,7 +18,6 @@ from sgljax_engine.types import (
     RequestStatus,
     TopLogprobs,
     prompt_key,
-    to_csr,
 )
 
 FRESH = frozenset(
@@ -229,7 +228,7 @@ class RequestCheckpoint:
         found |= _extra_arrays("extra_logprobs", found.pop("extra_logprobs"))
         masks = found.pop("sampling_masks")
         if masks:
-            found |= {f"sampling_masks.{part}": array for part, array in to_csr(masks).items()}
+            found |= {f"sampling_masks.{part}": array for part, array in _to_csr(masks).items()}
         if scored is not None:  # the prompt's first token has none
             known = [each for each in scored.logprobs if each is not None]
             found["prompt_logprobs"] = np.asarray(known, np.float32)
@@ -295,8 +294,18 @@ def _extra_arrays(name: str, entries: Sequence[TopLogprobs]) -> dict[str, np.nda
     }
 
 
+def _to_csr(masks: Sequence[np.ndarray | Sequence[int]]) -> dict[str, np.ndarray]:
+    """Masks as vLLM's two arrays: token i has `token_ids[offsets[i] : offsets[i + 1]]`.
+
+    Returns:
+        `token_ids` int32 [N] and `offsets` int32 [len(masks) + 1].
+    """
+    offsets = np.cumsum([0, *map(len, masks)], dtype=np.int32)
+    return {"token_ids": np.concatenate(masks), "offsets": offsets}
+
+
 def _pop_masks(fields: dict[str, Any]) -> list[Sequence[int]]:
-    """Removes the arrays of `to_csr`, and returns the masks."""
+    """Removes the arrays of `_to_csr`, and returns the masks."""
     if "sampling_masks.offsets" not in fields:
         return []
     ids, offsets = (
