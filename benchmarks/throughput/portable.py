@@ -4,7 +4,7 @@
     python benchmarks/throughput/portable.py --pairs 1 --quick
 
 Such CPUs are x86-64 without AVX2; engines on several host devices compute the same way. Both run in
-turns in one process on the same requests: decode of 1, 8 and 64 rows of 64 tokens behind prompts of
+turns in one process on the same requests: decode of 1, 8 and 64 rows of 16 tokens behind prompts of
 16, and prompts of 512 tokens with one token each.
 """
 
@@ -36,7 +36,7 @@ MODELS = {
         ),
     ),
 }
-CASES = {"1 row": (1, 16, 64), "8 rows": (8, 16, 64), "64 rows": (64, 16, 64)}
+CASES = {"1 row": (1, 16, 16), "8 rows": (8, 16, 16), "64 rows": (64, 16, 16)}
 PROMPTS = {"4 prompts of 512": (4, 512, 1)}
 """Requests, tokens of each prompt, and tokens of each answer."""
 
