@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from sgljax_engine.sampling_params import LogprobOptions
 from sgljax_engine.types import FinishReason, PromptLogprobs, TopLogprobs
+
+if TYPE_CHECKING:
+    import numpy as np
 
 LogprobEntry = tuple[float | None, int, None]
 """(log-prob, token id, None), as SGLang reports it; in SGLang the last is the token's text."""

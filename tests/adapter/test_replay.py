@@ -279,7 +279,7 @@ def test_episodes_of_turns_replay(in_consumer):
         found = np.asarray(example.ref_per_token_logps)
         assert np.abs(expected - found)[has_mask].max(initial=0) < 3e-5
         num_sampled += is_first.sum()
-    assert num_sampled > 50
+    assert num_sampled > 10
 
 
 def test_the_mismatch_report_is_over_the_masks():
