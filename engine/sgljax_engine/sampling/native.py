@@ -15,11 +15,13 @@ from sgljax_engine.sampling.random_bits import uniform
 from sgljax_engine.sampling.sampler import Drawn, Sampler, SamplingBatch
 
 
-def _draw(choices_BV: jax.Array, rows: SamplingBatch, num_shards: int) -> Drawn:
+def _draw(
+    choices_BV: jax.Array, rows: SamplingBatch, num_shards: int, most: jax.Array | None
+) -> Drawn:
     del num_shards  # one device
     threshold = find_threshold(choices_BV, rows.filters)
-    if rows.max_kept is not None:
-        threshold = drop_ties(choices_BV, threshold, rows.max_kept)
+    if most is not None:
+        threshold = drop_ties(choices_BV, threshold, most)
     numbers = uniform(rows.seed, rows.step)
 
     def draw(

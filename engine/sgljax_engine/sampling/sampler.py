@@ -31,7 +31,6 @@ class SamplingBatch(NamedTuple):
     Shape (all [B] unless said): temperature: float32; 0 is greedy. filters: See `Filters`. seed:
         [B, 2] uint32, a threefry key. step: int32, number of tokens that the request has generated;
         with `seed` it fixes the draw. stop_ids: [B, MAX_STOP_TOKEN_IDS] int32, padded with -1.
-        max_kept: int32, see `MaskBatch.most`; None if no row reports its mask.
     """
 
     temperature: jax.Array
@@ -39,7 +38,6 @@ class SamplingBatch(NamedTuple):
     seed: jax.Array
     step: jax.Array
     stop_ids: jax.Array
-    max_kept: jax.Array | None = None
 
 
 class Drawn(NamedTuple):
@@ -79,11 +77,11 @@ class Sampled(NamedTuple):
 class Sampler(NamedTuple):
     """The functions of a backend. Hashable.
 
-    `draw` takes logits [B, V] to draw from, rows, and the number of shards. A row does not depend
-    on the others.
+    `draw` takes logits [B, V] to draw from, rows, the number of shards, and how many tokens [B]
+    each row may keep (see `MaskBatch`), or None. A row does not depend on the others.
     """
 
-    draw: Callable[[jax.Array, SamplingBatch, int], Drawn]
+    draw: Callable[[jax.Array, SamplingBatch, int, jax.Array | None], Drawn]
     logprobs: Callable[[jax.Array, jax.Array, jax.Array, LogprobBatch | None], Logprobs]
 
 
@@ -105,13 +103,12 @@ def sample(
     vocabulary, each an equal part of it.
     """
     sampler = XLA if sampler is None else sampler
-    max_kept = None if masks is None else masks.most
-    rows = rows._replace(step=rows.step + step_offset, max_kept=max_kept)
+    rows = rows._replace(step=rows.step + step_offset)
     choices_BV = logits_BV if adjusted_BV is None else adjusted_BV
     # In memory: else XLA may compute them again elsewhere, and round otherwise.
     logits_BV, choices_BV = lax.optimization_barrier((logits_BV, choices_BV))
     # Separate, so that adjusted logits do not change the rest.
-    drawn = sampler.draw(choices_BV, rows, num_shards)
+    drawn = sampler.draw(choices_BV, rows, num_shards, None if masks is None else masks.most)
     token, mask = drawn.token, None
     found = sampler.logprobs(logits_BV, token, rows.temperature, others)
     raw = found.raw
@@ -124,7 +121,9 @@ def sample(
     return Sampled(token, raw, found.scaled, drawn.processed_logprob, found.extras, mask)
 
 
-def _draw(choices_BV: jax.Array, rows: SamplingBatch, num_shards: int) -> Drawn:
+def _draw(
+    choices_BV: jax.Array, rows: SamplingBatch, num_shards: int, most: jax.Array | None
+) -> Drawn:
     is_greedy = rows.temperature == 0.0
     peak = jnp.max(choices_BV, axis=-1)
     scaled_BV = (choices_BV - peak[:, None]) / divisor(rows.temperature)[:, None]
@@ -138,8 +137,8 @@ def _draw(choices_BV: jax.Array, rows: SamplingBatch, num_shards: int) -> Drawn:
 
     def filtered() -> tuple[jax.Array, jax.Array, jax.Array]:
         least = find_threshold(choices_BV, weights_BV, peak, filters, num_shards)
-        if rows.max_kept is not None:
-            least = drop_ties(choices_BV, least, rows.max_kept)
+        if most is not None:
+            least = drop_ties(choices_BV, least, most)
         kept_BV = jnp.where(choices_BV >= least[:, None], weights_BV, 0.0)
         # The two sums may round differently, so the row decides which one it gets.
         kept = jnp.where(is_filtering, sum_blocks(kept_BV, num_shards), all_weight)
