@@ -14,6 +14,7 @@ import numpy as np
 from sgljax_engine.checkpoint.request import RequestCheckpoint
 from sgljax_engine.checks import is_int
 from sgljax_engine.errors import InvalidRequestError
+from sgljax_engine.io_struct import check_flags
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.processing.bounded_text import check_length
 from sgljax_engine.processing.special_stops import SpecialStops
@@ -109,8 +110,7 @@ class RequestFactory:
         With `is_default` the caller gave no parameters, so those that do not fit are cut. With
         `stands_alone` outputs are decoded without the prompt before them.
         """
-        if not isinstance(is_streaming, bool):
-            raise InvalidRequestError(f"stream must be True or False, got {is_streaming!r}")
+        check_flags(stream=is_streaming)
         prompts, is_single = self._prompt_ids(prompt, input_ids)
         groups = _groups(rid, len(prompts))
         params = _params_of_each(sampling_params, len(prompts))
