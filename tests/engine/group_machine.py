@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from jax.sharding import Mesh
 
-from sgljax_engine import EngineStateError, LoraRule, SamplingParams, WeightSyncError, logical_rules
+from sgljax_engine import EngineStateError, SamplingParams, WeightSyncError
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.io_struct import AbortReq, PauseMode
 from tests import inside
@@ -31,7 +31,7 @@ from tests.engine import interrupt_model
 from tests.engine import test_interrupt_machine as single
 from tests.engine.expected_state import Update
 from tests.engine.interrupt_model import NUM_WEIGHTS, WEIGHTS, Swap
-from tests.engine.models import TINY
+from tests.engine.models import TINY, output_adapter
 from tests.engine.small_tokenizers import CharTokenizer
 from tests.geometry import CHUNKED, other
 from tests.interrupted import Interrupt, real_interrupts
@@ -42,18 +42,6 @@ ADAPTERS = ("a", "b")
 """Only one is loaded at a time, so that the other is refused."""
 
 PLACES = st.integers(0, 150)
-
-
-def make_adapter(seed: int) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """Pairs of one projection, which change what is generated."""
-    rng, name = np.random.default_rng(seed), "model.layers.0.self_attn.o_proj"
-    width = TINY.num_heads * TINY.head_dim
-    pairs = {
-        f"{name}.a": rng.normal(0, 0.5, (width, 4)).astype(np.float32),
-        f"{name}.b": rng.normal(0, 0.5, (4, TINY.hidden_size)).astype(np.float32),
-    }
-    rule = LoraRule(f"{name}.weight", f"{name}.a", f"{name}.b", 1.0)
-    return pairs, (*logical_rules(TINY), rule)
 
 
 @functools.cache
@@ -289,7 +277,7 @@ def main(num_examples: int, num_steps: int, seed: int | None = None) -> bool:
     """Takes so many examples, each of at most so many steps; whether all went well."""
     if seed is not None:
         yield_at_locks(seed)
-    interrupt_model.ADAPTERS.update({name: make_adapter(seed) for seed, name in enumerate("ab")})
+    interrupt_model.ADAPTERS.update({name: output_adapter(seed) for seed, name in enumerate("ab")})
     test = single.machine(num_examples, GroupMachine, num_steps)
     suite = unittest.defaultTestLoader.loadTestsFromTestCase(test)
     is_well = unittest.TextTestRunner().run(suite).wasSuccessful()

@@ -8,10 +8,13 @@ import numpy as np
 
 from sgljax_engine import (
     LinearAttentionConfig,
+    LoraRule,
     ModelConfig,
     MoEConfig,
     RopeConfig,
     SamplingParams,
+    WeightRule,
+    logical_rules,
 )
 from sgljax_engine.model_config import AttentionConfig, KVShape
 from sgljax_engine.models.registry import get_model
@@ -127,6 +130,20 @@ def logical_weights(model: ModelConfig = TINY, seed: int = 0) -> dict[str, np.nd
         centre, noise = (1.0, 0.1) if is_factor else (0.0, 0.4)
         weights[name] = (centre + noise * rng.standard_normal(spec.shape)).astype(np.float32)
     return weights
+
+
+def output_adapter(
+    seed: int, model: ModelConfig = TINY
+) -> tuple[dict[str, np.ndarray], tuple[WeightRule | LoraRule, ...]]:
+    """Pairs of rank 4 for one projection, which change what is generated, and their rules."""
+    rng, name = np.random.default_rng(seed), "model.layers.0.self_attn.o_proj"
+    width = model.num_heads * model.head_dim
+    arrays = {
+        f"{name}.a": rng.normal(0, 0.5, (width, 4)).astype(np.float32),
+        f"{name}.b": rng.normal(0, 0.5, (4, model.hidden_size)).astype(np.float32),
+    }
+    rule = LoraRule(f"{name}.weight", f"{name}.a", f"{name}.b", 1.0)
+    return arrays, (*logical_rules(model), rule)
 
 
 class ForeignTensor:

@@ -13,11 +13,10 @@ import random
 import threading
 from typing import Any
 
-import numpy as np
 import pytest
 
 from sgljax_cpu import chain
-from sgljax_engine import Engine, LoraRule, ModelConfig, logical_rules
+from sgljax_engine import Engine, ModelConfig
 from tests.engine import models
 from tests.geometry import RETRACTING, SMALL
 from tests.threads import LIMIT_S, start
@@ -69,7 +68,7 @@ class Chaos:
         self.weights = [models.spread_weights(kind.model, n) for n in range(NUM_WEIGHTS)]
         self.engine = make(kind, backend, self.weights[0], **RETRACTING)
         for name in kind.adapters:
-            self.engine.load_adapter(name, *pairs(kind.model, 0))
+            self.engine.load_adapter(name, *models.output_adapter(0, kind.model))
         serving: tuple[int, dict[str, int]] = (0, dict.fromkeys(kind.adapters, 0))
         # Weights and pairs of each version.
         self.sets: dict[int, tuple[int, dict[str, int]]] = {self.engine.weight_version: serving}
@@ -122,7 +121,9 @@ class Chaos:
                 self.sets[version] = weights, dict(adapters)
             elif operation == "adapter":
                 name, number = self.random.choice(self.kind.adapters), self.random.randrange(3)
-                version = self.engine.load_adapter(name, *pairs(self.kind.model, number))
+                version = self.engine.load_adapter(
+                    name, *models.output_adapter(number, self.kind.model)
+                )
                 adapters = {**adapters, name: number}
                 self.sets[version] = weights, adapters
             elif operation == "pause":
@@ -176,7 +177,7 @@ class Chaos:
                     if which != weights:
                         continue
                     if lora is not None:
-                        engine.load_adapter(lora, *pairs(self.kind.model, number))
+                        engine.load_adapter(lora, *models.output_adapter(number, self.kind.model))
                     outs = engine.generate(
                         input_ids=list(map(list, asked)),
                         sampling_params=[
@@ -196,17 +197,6 @@ def make(kind: Kind, backend: str, weights: dict[str, Any], **geometry: Any) -> 
     if backend == "xla":
         options |= {"linear_backend": "xla", "attention_backend": "xla"}
     return Engine(model_config=kind.model, weights=weights, **geometry, **options)
-
-
-def pairs(model: ModelConfig, seed: int) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """An adapter of one projection, which changes what is generated."""
-    rng, name = np.random.default_rng(seed), "model.layers.0.self_attn.o_proj"
-    arrays = {
-        f"{name}.a": rng.normal(0, 0.5, (model.num_heads * model.head_dim, 4)).astype(np.float32),
-        f"{name}.b": rng.normal(0, 0.5, (4, model.hidden_size)).astype(np.float32),
-    }
-    rule = LoraRule(f"{name}.weight", f"{name}.a", f"{name}.b", 1.0)
-    return arrays, (*logical_rules(model), rule)
 
 
 @pytest.mark.soak
