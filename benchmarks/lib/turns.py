@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
+
+from sgljax_engine import Engine, SamplingParams
 
 
 def timed(run: Callable[[], object]) -> float:
@@ -13,6 +16,16 @@ def timed(run: Callable[[], object]) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
+
+
+def generating(engine: Engine, prompts: Any, params: SamplingParams) -> Callable[[], object]:
+    """A run that answers prompts (lists of token ids) from an empty prefix cache."""
+
+    def generate() -> object:
+        engine.flush_cache()
+        return engine.generate_requests(prompts, params)
+
+    return generate
 
 
 def take_turns(runs: Mapping[str, Callable[[], object]], num_turns: int) -> dict[str, list[float]]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.lib.reporting import make_parser, output_dir, write_results
-from benchmarks.lib.turns import speed_table, take_turns
+from benchmarks.lib.turns import generating, speed_table, take_turns
 from sgljax_engine import (
     Engine,
     EngineConfig,
@@ -111,13 +111,7 @@ def measure_decode(size: Sizes, num_pairs: int) -> dict[str, dict[str, list[floa
     engines = {"dense": engine_of(size.dense), "hybrid": engine_of(size.hybrid)}
 
     def run(name: str, rows: int) -> Callable[[], object]:
-        prompts = random_prompts(size.dense, rows, 16)
-
-        def generate() -> object:
-            engines[name].flush_cache()
-            return engines[name].generate_requests(prompts, params)
-
-        return generate
+        return generating(engines[name], random_prompts(size.dense, rows, 16), params)
 
     try:
         return {

@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.lib.reporting import make_parser, output_dir, write_results
 from benchmarks.lib.shapes import SMALL, SMALL_IN_WORDS
-from benchmarks.lib.turns import speed_table, take_turns
+from benchmarks.lib.turns import generating, speed_table, take_turns
 from sgljax_engine import Engine, MoEConfig, SamplingParams
 
 BACKENDS: dict[str, dict[str, Any]] = {
@@ -59,12 +59,7 @@ def measure(model: str, dtype: str, num_pairs: int, *, is_quick: bool) -> dict[s
     def run(name: str, count: int, length: int, num_tokens: int) -> Callable[[], object]:
         prompts = np.random.default_rng(0).integers(1, SMALL.vocab_size, (count, length)).tolist()
         params = SamplingParams(temperature=0, max_new_tokens=num_tokens, ignore_eos=True)
-
-        def generate() -> object:
-            engines[name].flush_cache()
-            return engines[name].generate_requests(prompts, params)
-
-        return generate
+        return generating(engines[name], prompts, params)
 
     cases = {**CASES, **PROMPTS}
     if is_quick:

@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.lib.reporting import make_parser, output_dir, write_results
 from benchmarks.lib.shapes import SMALL, SMALL_IN_WORDS
-from benchmarks.lib.turns import speed_table, take_turns
+from benchmarks.lib.turns import generating, speed_table, take_turns
 from sgljax_engine import Engine, SamplingParams
 
 NUM_ROWS, PROMPT_LEN, NUM_TOKENS = 32, 32, 64
@@ -47,14 +47,9 @@ def measure(vocab_size: int, num_turns: int) -> dict[str, list[float]]:
         max_running_requests=NUM_ROWS,
     ) as engine:
 
-        def run(settings: Mapping[str, Any]) -> Callable[[], None]:
+        def run(settings: Mapping[str, Any]) -> Callable[[], object]:
             params = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True, **settings)
-
-            def generate() -> None:
-                engine.flush_cache()
-                engine.generate_requests(prompts.tolist(), params)
-
-            return generate
+            return generating(engine, prompts.tolist(), params)
 
         return take_turns({name: run(each) for name, each in SETTINGS.items()}, num_turns)
 
