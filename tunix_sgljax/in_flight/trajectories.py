@@ -178,10 +178,10 @@ class VersionedCollectEngine(TrajectoryCollectEngine):
         """The mask of a conversation without turns whose context was another one."""
         masks, start = np.array(masks), 0
         for number, step in enumerate(steps):
-            lengths = [0 if x is None else len(x) for x in (step.assistant_tokens, step.env_tokens)]
+            num_assistant, num_env = _num_tokens(step)
             if number in self._retokenized:
-                masks[start : start + lengths[0]] = 0
-            start += sum(lengths)
+                masks[start : start + num_assistant] = 0
+            start += num_assistant + num_env
         return masks
 
 
@@ -189,6 +189,14 @@ def _retrieve(task: asyncio.Task[Any]) -> None:
     """Looks at a task's error, which was handed on; else asyncio logs that nobody did."""
     if not task.cancelled():
         task.exception()
+
+
+def _num_tokens(step: Step) -> tuple[int, int]:
+    """Tokens of the assistant and of the environment."""
+    num_assistant, num_env = (
+        0 if tokens is None else len(tokens) for tokens in (step.assistant_tokens, step.env_tokens)
+    )
+    return num_assistant, num_env
 
 
 def token_versions(
@@ -217,8 +225,7 @@ def token_masks(
     for number, step in enumerate(steps):
         masks = outputs[number].sampling_masks if number in outputs else None
         sampled = masks[0] if masks and step.assistant_tokens is not None else []
-        lengths = [0 if x is None else len(x) for x in (step.assistant_tokens, step.env_tokens)]
-        found += [*sampled, *[nothing] * (sum(lengths) - len(sampled))]
+        found += [*sampled, *[nothing] * (sum(_num_tokens(step)) - len(sampled))]
     return found
 
 

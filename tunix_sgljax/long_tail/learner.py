@@ -250,7 +250,8 @@ class OverSamplingGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
             old_BC = right_pad(output.logprobs, width, 0.0)
             example = dataclasses.replace(example, old_per_token_logps=jnp.asarray(old_BC))
         if self._replay is not None:
-            fields = self._replay.fields(example, output.sampling_masks or (), output.logprobs)
+            logps = None if self._config.carries else output.logprobs  # the example has them
+            fields = self._replay.fields(example, output.sampling_masks or (), logps)
         ages = self._cluster.global_steps - np.concatenate(rows)
         self._cluster.buffer_metrics(
             {
