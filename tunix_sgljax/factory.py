@@ -16,7 +16,7 @@ from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
 
 from sgljax_engine import InvalidConfigError
 from tunix_sgljax.in_flight.wrapping import find_sgljax_rollout
-from tunix_sgljax.replay import Replay, ReplayPpoTrainExample, ReplayTrainExample
+from tunix_sgljax.replay import Replay, ReplayPpoTrainExample, ReplayTrainExample, replayed
 from tunix_sgljax.rollout import SglJaxRollout
 
 
@@ -184,10 +184,8 @@ class GrpoLearner(tunix_grpo.GRPOLearner):
     def _generate_and_compute_advantage(
         self, training_input: Any, mode: tunix_cluster.Mode = tunix_cluster.Mode.TRAIN
     ) -> Any:
-        if self._replay is None or mode != tunix_cluster.Mode.TRAIN:
-            return super()._generate_and_compute_advantage(training_input, mode)
         make = functools.partial(super()._generate_and_compute_advantage, training_input, mode)
-        return self._replay.replayed(make, ReplayTrainExample)
+        return replayed(self._replay, make, ReplayTrainExample, mode)
 
 
 class PpoLearner(tunix_ppo.PPOLearner):
@@ -238,7 +236,5 @@ class PpoLearner(tunix_ppo.PPOLearner):
     def _generate_and_compute_advantage(
         self, training_input: Any, mode: tunix_cluster.Mode = tunix_cluster.Mode.TRAIN
     ) -> Any:
-        if self._replay is None or mode != tunix_cluster.Mode.TRAIN:
-            return super()._generate_and_compute_advantage(training_input, mode)
         make = functools.partial(super()._generate_and_compute_advantage, training_input, mode)
-        return self._replay.replayed(make, ReplayPpoTrainExample)
+        return replayed(self._replay, make, ReplayPpoTrainExample, mode)

@@ -62,6 +62,15 @@ def right_pad(rows: Sequence[np.ndarray], width: int, value: float) -> np.ndarra
     return out
 
 
+def pad_masks(completions: Sequence[Sequence[np.ndarray]], width: int, size: int) -> np.ndarray:
+    """Masks of the first `width` tokens of completions, [B, width, size] int32, padded with -1."""
+    padded = np.full((len(completions), width, size), -1, np.int32)
+    for row, masks in zip(padded, completions, strict=True):
+        masks = masks[:width]
+        row[: len(masks)] = right_pad(masks, size, -1)
+    return padded
+
+
 def strip_prompt(ids: Sequence[int], pad_id: int) -> list[int]:
     """A prompt's ids without the pad ids in front of it.
 

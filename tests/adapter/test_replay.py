@@ -44,8 +44,8 @@ from tunix_sgljax import (
     SglJaxRollout,
     mismatch_report,
 )
-from tunix_sgljax.replay.examples import pad_masks
-from tunix_sgljax.replay.support import masked_model
+from tunix_sgljax.exactness.masked_model import masked_model
+from tunix_sgljax.padding import pad_masks
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
 

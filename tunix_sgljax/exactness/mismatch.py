@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from tunix.rl.rollout.base_rollout import RolloutConfig
@@ -19,8 +18,6 @@ from tunix_sgljax.exactness.lora_effect import LoraEffect
 from tunix_sgljax.exactness.trainer_match import trainer_logps
 from tunix_sgljax.maxtext.known_faults import padding_fault
 from tunix_sgljax.model_config import coarser_dtype, compute_dtype, config_of
-from tunix_sgljax.replay.examples import pad_masks
-from tunix_sgljax.replay.support import masked_model
 from tunix_sgljax.rollout import SglJaxRollout
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.25}
@@ -283,8 +280,8 @@ def mismatch_report(
         prompts: Texts.
         rollout_config: Sampling settings; None takes the rollout's training config.
             `return_logprobs` is always set.
-        batch_size: Rows that the trainer scores together; None scores all, as sampling replay does,
-            whose log-probs on both sides are over the tokens that were sampled from.
+        batch_size: Rows that the trainer scores together; None scores all. With sampling replay the
+            log-probs of both sides are those over the tokens that were sampled from.
 
     Returns:
         The comparison; filters such as top_k only decide which tokens are drawn.
@@ -304,19 +301,20 @@ def mismatch_report(
     pad_id, width = rollout.pad_id(), config.max_tokens_to_generate
     tokens_BC = padding.right_pad(output.tokens, width, pad_id)
     graphdef, state = nnx.split(trainer_model)
-    scored = graphdef, state
+    masks_BCN = None
     if output.sampling_masks is not None:
         size = max((len(mask) for row in output.sampling_masks for mask in row), default=1)
-        masks = pad_masks(output.sampling_masks, width, size)
-        scored, batch_size = nnx.split(masked_model(trainer_model, jnp.asarray(masks))), None
+        masks_BCN = padding.pad_masks(output.sampling_masks, width, size)
     prompts_BP = np.asarray(output.left_padded_prompt_tokens)
     score = functools.partial(
         trainer_logps,
-        *scored,
+        graphdef,
+        state,
         pad_id=pad_id,
         eos_id=rollout.eos_id(),
         temperature=config.temperature,
         batch_size=batch_size,
+        masks_BCN=masks_BCN,
     )
     trainer_BC = score(prompts_BP, tokens_BC)
     lengths_B = np.array([len(row) for row in output.tokens])
@@ -337,7 +335,7 @@ def mismatch_report(
         lora=rollout.lora_effect(nnx.state(trainer_model, nnx.Param)),
     )
     effect = None
-    if output.sampling_masks is None:  # else a row can be scored only in its place
+    if masks_BCN is None:  # else a row can be scored only in its place
         effect = _padding_effect(report, prompts_BP, pad_id, score)
     if effect is None:
         return report

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -21,6 +22,7 @@ from tunix.rl.common import compute_per_token_logps
 
 from sgljax_engine import EngineStateError, InvalidConfigError, WeightSyncError, flatten_named
 from tunix_sgljax import padding
+from tunix_sgljax.exactness.masked_model import masked_model
 from tunix_sgljax.lora import is_lora_name
 
 _DATA_AXIS = "fsdp"
@@ -38,13 +40,14 @@ def trainer_logps(
     temperature: float,
     batch_size: int | None = None,
     wanted_B: np.ndarray | None = None,
+    masks_BCN: np.ndarray | None = None,
 ) -> np.ndarray:
     """The result of `tunix.rl.common.compute_per_token_logps`, float32 [B, C], batch by batch.
 
     The model runs where its state's arrays are. Prompts are left-padded and completions
     right-padded int32; padding has values too. The last batch repeats rows, so that all batches
     have one shape. Batches without a wanted row are skipped: 0. A temperature of 0 divides by
-    nothing.
+    nothing. With sampling masks the log-probs are those over the masks, see `keep_masked`.
     """
     num_rows = len(prompts_BP)
     size = num_rows if batch_size is None else batch_size
@@ -55,10 +58,13 @@ def trainer_logps(
         kept = min(size, num_rows - start)
         if wanted_B is not None and not wanted_B[rows[:kept]].any():
             continue
+        scored = graphdef, state
+        if masks_BCN is not None:
+            masks = jnp.asarray(masks_BCN[rows])
+            scored = nnx.split(masked_model(nnx.merge(graphdef, state), masks))
         with mesh or contextlib.nullcontext():
             logps = compute_per_token_logps(
-                graphdef,
-                state,
+                *scored,
                 _placed(prompts_BP[rows], mesh),
                 _placed(completions_BC[rows], mesh),
                 pad_id=pad_id,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -37,12 +36,3 @@ def extended(example: Any, kind: type[Example], **more: Any) -> Example:
     """The example as another class, which has more fields."""
     fields = {field.name: getattr(example, field.name) for field in dataclasses.fields(example)}
     return kind(**{**fields, **more})
-
-
-def pad_masks(completions: Sequence[Sequence[np.ndarray]], width: int, size: int) -> np.ndarray:
-    """Masks of completions as one array [B, width, size] int32, padded with -1."""
-    padded = np.full((len(completions), width, size), -1, np.int32)
-    for row, masks in zip(padded, completions, strict=True):
-        for place, mask in zip(row, masks, strict=False):
-            place[: len(mask)] = mask
-    return padded

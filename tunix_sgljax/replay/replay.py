@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from tunix.rl import rl_cluster as tunix_cluster
-from tunix.rl.common import compute_per_token_logps
 
 from sgljax_engine import InvalidConfigError, InvalidRequestError, SamplingParams
-from tunix_sgljax.padding import right_pad
-from tunix_sgljax.replay.examples import Example, extended, pad_masks
-from tunix_sgljax.replay.support import masked_model
+from tunix_sgljax.exactness.masked_model import masked_model
+from tunix_sgljax.exactness.trainer_match import trainer_logps
+from tunix_sgljax.padding import pad_masks, right_pad
+from tunix_sgljax.replay.examples import Example, extended
 from tunix_sgljax.rollout import SglJaxRollout
 from tunix_sgljax.sampling import describe_filters, truncates
 
@@ -39,7 +39,7 @@ class Replay:
 
     def __init__(self, cluster: tunix_cluster.RLCluster, rollout: SglJaxRollout) -> None:
         """Makes the rollout report masks, and the cluster's trainer use them."""
-        self._cluster, self._rollout = cluster, rollout
+        self._cluster, self.rollout = cluster, rollout
         rollout.report_sampling_masks()
         config = cluster.get_rollout_config(mode=tunix_cluster.Mode.TRAIN)
         self._size = rollout.sampling_params_of(config).sampling_mask_size
@@ -92,14 +92,6 @@ class Replay:
         )
         return cls(cluster, rollout)
 
-    def replayed(self, make: Callable[[], Any], kind: type[Example]) -> Example:
-        """An example that Tunix's learner makes, with masks; `make` calls the rollout."""
-        with self._rollout.recorded_outputs() as outputs:
-            example = make()
-        masks = [each for output in outputs for each in output.sampling_masks or ()]
-        logps = [each for output in outputs for each in output.logprobs or ()]
-        return extended(example, kind, **self.fields(example, masks, logps))
-
     def fields(
         self,
         example: Any,
@@ -124,29 +116,38 @@ class Replay:
 
     def _reference_logps(self, example: Any, masks_BCN: np.ndarray) -> jax.Array:
         """The reference's log-probs [B, C] over the masks."""
-        cluster, found = self._cluster, []
+        cluster = self._cluster
         model = cluster.inference_worker.get_model("reference")
         config = cluster.get_rollout_config(mode=tunix_cluster.Mode.TRAIN)
-        size = cluster.cluster_config.training_config.compute_logps_micro_batch_size
         num_rows = len(masks_BCN)
+        size = cluster.cluster_config.training_config.compute_logps_micro_batch_size or num_rows
         with cluster._get_mesh_and_logical_axis_rules_cm(_REFERENCE):
             cluster._maybe_load_model_from_cpu(model, _REFERENCE)
-            step = min(size or num_rows, num_rows)
-            for start in range(0, num_rows, step):
-                rows = slice(start, start + step)
-                graphdef, state = nnx.split(masked_model(model, jnp.asarray(masks_BCN[rows])))
-                logps = compute_per_token_logps(
-                    graphdef,
-                    state,
-                    prompt_tokens=example.prompt_ids[rows],
-                    completion_tokens=example.completion_ids[rows],
-                    pad_id=self._rollout.pad_id(),
-                    eos_id=self._rollout.eos_id(),
-                    temperature=config.temperature,
-                )
-                found.append(logps)
+            logps_BC = trainer_logps(
+                *nnx.split(model),
+                np.asarray(example.prompt_ids),
+                np.asarray(example.completion_ids),
+                pad_id=self.rollout.pad_id(),
+                eos_id=self.rollout.eos_id(),
+                temperature=config.temperature,
+                batch_size=min(size, num_rows),
+                masks_BCN=masks_BCN,
+            )
             cluster._maybe_offload_model_to_cpu(model, _REFERENCE)
-        return jnp.concatenate(found)
+        return jnp.asarray(logps_BC)
+
+
+def replayed(
+    replay: Replay | None, make: Callable[[], Any], kind: type[Example], mode: tunix_cluster.Mode
+) -> Any:
+    """An example that Tunix's learner makes with calls of the rollout; with masks in training."""
+    if replay is None or mode != tunix_cluster.Mode.TRAIN:
+        return make()
+    with replay.rollout.recorded_outputs() as outputs:
+        example = make()
+    masks = [each for output in outputs for each in output.sampling_masks or ()]
+    logps = [each for output in outputs for each in output.logprobs or ()]
+    return extended(example, kind, **replay.fields(example, masks, logps))
 
 
 def _problem(
