@@ -23,6 +23,7 @@ from tunix_sgljax import AgenticGrpoLearner, SglJaxRollout
 RESPONSE = 48
 PER_STEP = 2
 GROUP = 4
+OFTEN = 51  # the token that the model samples most: as the end token, it ends most turns early
 
 
 def prompts_of(step: int) -> list[str]:
@@ -46,7 +47,8 @@ def reward(prompts, completions, **_):
 class Parser:
     """The contents, which are token ids, and after an answer the token that ended it."""
 
-    _after_answer = (str(EOS),)
+    def __init__(self, end: int = EOS):
+        self._after_answer = (str(end),)
 
     def parse(self, messages, add_generation_prompt=False, is_first_msg=False):
         words = []
@@ -65,11 +67,16 @@ class Parser:
 class LineParser(Parser):
     """Puts one more token behind an answer, as Qwen's template has a line break there."""
 
-    _after_answer = (str(EOS), "6")
+    def __init__(self, end: int = EOS):
+        super().__init__(end)
+        self._after_answer += ("6",)
 
 
 class Turns(BaseTaskEnv):
-    """Says three more tokens after each of the first two answers."""
+    """Says three more tokens after each of the first two answers.
+
+    Tunix keeps no token of a turn that fills the whole response: let `OFTEN` end the answers.
+    """
 
     def __init__(self, single_example, **kwargs):
         super().__init__(task=single_example, max_steps=3, **kwargs)

@@ -18,6 +18,7 @@ from tests import inside, tunix_releases
 from tests import tunix_reference as ref
 from tests.adapter.agentic_parts import (
     GROUP,
+    OFTEN,
     PER_STEP,
     RESPONSE,
     LineParser,
@@ -187,14 +188,14 @@ def test_tokens_that_are_too_old_are_masked(closing):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parser", [Parser(), LineParser()], ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize("parser", [Parser, LineParser])
 def test_environment_tokens_have_no_version(closing, parser):
     """Several turns: the environment's tokens are among the assistant's, and the parser's."""
-    if isinstance(parser, LineParser) and not tunix_releases.PARSER_ADDS_END_TOKENS:
+    if parser is LineParser and not tunix_releases.PARSER_ADDS_END_TOKENS:
         pytest.skip("this release of Tunix trains on the sampled tokens alone")
-    cluster = make_cluster(num_steps=2, training={"max_steps": 2})
+    cluster = make_cluster(num_steps=2, training={"max_steps": 2}, eos=OFTEN)
     closing.append(cluster.rollout)
-    learner = make_learner(cluster, env_class=Turns, parser=parser)
+    learner = make_learner(cluster, env_class=Turns, parser=parser(OFTEN))
     train(learner, 2)
     num_interleaved = 0
     for row in rows_of(cluster):

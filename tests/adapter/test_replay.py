@@ -258,9 +258,10 @@ def ppo_reward(prompts, completions, **_):
 def test_episodes_of_turns_replay(in_consumer):
     """Tokens of the environment have no masks; log-probs of the others are over theirs."""
     cluster = agentic_parts.make_cluster(
-        num_steps=2, in_consumer=in_consumer, sampling={"top_k": 5}
+        num_steps=2, in_consumer=in_consumer, sampling={"top_k": 5}, eos=agentic_parts.OFTEN
     )
-    learner = agentic_parts.make_learner(cluster, env_class=agentic_parts.Turns)
+    parser = agentic_parts.Parser(agentic_parts.OFTEN)
+    learner = agentic_parts.make_learner(cluster, env_class=agentic_parts.Turns, parser=parser)
     try:
         agentic_parts.train(learner, 2)
     finally:
