@@ -374,6 +374,11 @@ class SpeculationConfig:
         )
         check_count("speculative_history_bytes", self.speculative_history_bytes, 0)
 
+    @property
+    def max_drafts(self) -> int:
+        """Most draft tokens of a request in a step; 0 without speculation."""
+        return 0 if self.speculation == "off" else self.speculative_num_draft_tokens
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelConfig:

@@ -178,7 +178,11 @@ class Engine:
         try:
             self._calls = Callers(self._group)
             self._requests = RequestFactory(
-                model_config, limits, tokenizer, SeedSource(config.runtime.random_seed)
+                model_config,
+                limits,
+                tokenizer,
+                SeedSource(config.runtime.random_seed),
+                config.speculation.max_drafts,
             )
         except BaseException:  # a user's tokenizer, or an interrupt
             self._group.request_stop()

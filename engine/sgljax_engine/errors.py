@@ -108,6 +108,13 @@ class NonFiniteLogitsError(EngineStepError):
     """
 
 
+class StructuredOutputError(EngineError, RuntimeError):
+    """A request's grammar allows no token, or takes more work than llguidance does.
+
+    Only that request fails; what it generated so far follows the grammar.
+    """
+
+
 class CompileForbiddenError(EngineError, RuntimeError):
     """`forbid_compile` is set and a step needed a program that warm-up did not build.
 

@@ -297,8 +297,8 @@ FOREIGN_FIELDS = foreign_fields(
         ("use the argument stream of generate", "output_kind"),
         ("streamed text holds back no more than it must", "output_text_buffer_length"),
         (
-            "constrained decoding is not implemented",
-            "guided_decoding structured_outputs json_schema regex ebnf structural_tag",
+            "use structured_outputs, with one of json, json_object, regex, choice and grammar",
+            "guided_decoding json_schema regex ebnf structural_tag",
         ),
         ("every option has a name of its own", "extra_args custom_params"),
         ("use bad_token_ids, single tokens", "bad_words _bad_words_token_ids bad_words_ids"),
@@ -350,7 +350,7 @@ FOREIGN_FIELDS = foreign_fields(
         ("use the argument return_logprob of generate", "return_logprobs"),
         ("it is an argument of generate", "stream prompt"),
         ("it is an option of the engine", "stream_interval"),
-        ("thoughts are not bounded apart from max_new_tokens", "thinking_token_budget"),
+        ("it is called max_thinking_tokens here", "thinking_token_budget"),
         ("it is not implemented", "watermarking"),
     ),
     neutral={

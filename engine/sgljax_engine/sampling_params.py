@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from sgljax_engine.errors import InvalidRequestError, unknown_name_message
 from sgljax_engine.foreign_options import FOREIGN_FIELDS
+from sgljax_engine.structured.outputs import checked_outputs, with_own_names
 
 MAX_STOP_TOKEN_IDS = 16
 """Most stop token ids of one request, end-of-sequence ids included (an array's width)."""
@@ -117,6 +118,8 @@ class SamplingParams:
     decode_behind_prompt: bool = True
     reasoning_tags: tuple[str, str] | None = None
     return_sampling_mask: bool = False
+    structured_outputs: Mapping[str, Any] | None = None
+    max_thinking_tokens: int | None = None
 
     def __new__(cls, **fields: Any) -> Self:
         """Refuses names that are no fields, as `from_dict` does."""
@@ -136,6 +139,19 @@ class SamplingParams:
             raise InvalidRequestError(
                 f"top_k must be at most {MAX_SAMPLING_MASK} with return_sampling_mask=True, "
                 f"got {self.top_k!r}"
+            )
+        outputs = checked_outputs(self.structured_outputs)
+        object.__setattr__(self, "structured_outputs", outputs)
+        for name in ("ignore_eos", "min_new_tokens"):
+            if outputs is not None and getattr(self, name):
+                raise InvalidRequestError(
+                    f"{name}={getattr(self, name)!r} goes without structured_outputs, which an "
+                    "end token ends"
+                )
+        if self.max_thinking_tokens is not None and self.reasoning_tags is None:
+            raise InvalidRequestError(
+                f"max_thinking_tokens={self.max_thinking_tokens} needs reasoning_tags, the marks "
+                "around thoughts, got None"
             )
         if self.stop and not self.detokenize:
             raise InvalidRequestError(f"stop={list(self.stop)!r} needs detokenize=True, got False")
@@ -177,6 +193,9 @@ class SamplingParams:
             is_all = type(self.top_k) is not bool and not isinstance(self.top_k, float)
             is_all = is_all and self.top_k in (-1, 0)
             checked["top_k"] = -1 if is_all else _check_int("top_k", self.top_k, low=1, note=note)
+        if self.max_thinking_tokens is not None:
+            most = _check_int("max_thinking_tokens", self.max_thinking_tokens, low=0)
+            checked["max_thinking_tokens"] = most
         if self.seed is not None:
             checked["seed"] = _check_int("seed", self.seed, low=MIN_SEED, high=MAX_SEED)
         return checked
@@ -279,7 +298,7 @@ class SamplingParams:
                 f"sampling_params must be a dict or SamplingParams, got {type(fields).__name__}"
             )
         given: dict[str, Any] = {}
-        for name, value in fields.items():
+        for name, value in with_own_names(fields).items():
             foreign = FOREIGN_FIELDS.get(name)
             if value is None and name in cls.__slots__:
                 continue

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from sgljax_engine.sampling.token_counts import TokenCounts
     from sgljax_engine.speculation.plan import RowVerified, StepDrafts
+    from sgljax_engine.structured.guide import Guide
 
 
 NO_ADAPTER = -1
@@ -127,7 +128,8 @@ class Request:
     recurrent state after `num_computed` tokens while it runs, for models that have one.
     `draft_sources` says who drafted each output token: 0 for nobody, else 1 plus an index in
     `config.DRAFTERS`. `sampling_masks` has the tokens that each output token was drawn from, if
-    `params` ask for them.
+    `params` ask for them. `guide` says which tokens its grammar or the bound of its thoughts
+    allows next; None for all.
     """
 
     rid: str
@@ -136,6 +138,7 @@ class Request:
     seed: int
     stop_ids: tuple[int, ...] = ()
     edits: LogitEdits | None = None
+    guide: Guide | None = None
     logprob_options: LogprobOptions = NO_LOGPROBS
     is_streaming: bool = False
     lora: str | None = None

@@ -25,6 +25,7 @@ FRESH = frozenset(
         # They follow from others.
         "stop_ids",
         "edits",
+        "guide",
         "prompt_key",
         # The engine that it is submitted to gives them.
         "call",

@@ -18,6 +18,7 @@ from sgljax_engine.errors import (
     EngineStateError,
     EngineStepError,
     NonFiniteLogitsError,
+    StructuredOutputError,
     forget_locals,
 )
 from sgljax_engine.io_struct import PauseMode
@@ -109,8 +110,25 @@ class EngineCore:
                 logger.error("%s (%d such requests in this step)", not_finite[0], len(not_finite))
                 self.pool.reset_cache()  # else what a device got wrong once stays in it
             self.outputs.publish(changes)
+            self._advance_guides(plan.decode)
         except Exception as error:
             self._start_over("taking the results of a step", error, plan)
+
+    def _advance_guides(self, requests: Iterable[Request]) -> None:
+        """Has guides follow the new tokens; ends requests that can generate no more."""
+        for request in requests:
+            guide = request.guide
+            if guide is None or request.finish is not None:
+                continue
+            try:
+                guide.advance(request.output_ids)
+            except StructuredOutputError as error:
+                failure = StructuredOutputError(f"request {request.rid} failed: {error}")
+                self.outputs.fail(request, failure)
+                self.end([request], FinishReason("error", message=str(failure)))
+                continue
+            if guide.is_over:
+                request.guide = None
 
     def _fail_step(self, plan: SchedulerOutput, error: Exception) -> None:
         """Ends the requests that a step touched; others keep going."""

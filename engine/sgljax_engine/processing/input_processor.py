@@ -27,6 +27,7 @@ from sgljax_engine.sampling_params import (
     SeedSource,
     derive_seed,
 )
+from sgljax_engine.structured.guides import Guides
 from sgljax_engine.types import LogitEdits, Request, RequestStatus, prompt_key
 
 _MANY_ITEMS = 10_000
@@ -74,7 +75,8 @@ class LogprobArgs(NamedTuple):
 class RequestFactory:
     """Tokenizes and checks requests. Raises InvalidRequestError with the field and its limit.
 
-    The tokenizer's end-of-sequence id joins the model's. `seeds` are for requests without one.
+    The tokenizer's end-of-sequence id joins the model's. `seeds` are for requests without one. Of
+    what a grammar forces, at most `max_drafts` tokens are drafted.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class RequestFactory:
         limits: Limits,
         tokenizer: Tokenizer | None,
         seeds: SeedSource,
+        max_drafts: int = 0,
     ) -> None:
         self.limits = limits
         self.seeds = seeds
@@ -91,6 +94,7 @@ class RequestFactory:
         self._special_stops = SpecialStops(tokenizer)
         own = tokenizer.eos_token_id if tokenizer is not None else None
         self._eos_ids = (*model.eos_token_ids, *(() if own is None else (own,)))
+        self._guides = Guides(tokenizer, model.vocab_size, self._eos_ids, max_drafts)
 
     def make(
         self,
@@ -127,6 +131,7 @@ class RequestFactory:
             stop_ids = self._check_request(ids, settings)
             self._check_logprobs(ids, reported)
             edits = self._logit_edits(settings, stop_ids)
+            guide = self._guides.make(settings, stop_ids, edits)
             key = prompt_key(ids, adapter)
             seed = self.seeds.fresh() if settings.seed in (None, -1) else settings.seed
             requests.extend(
@@ -138,6 +143,7 @@ class RequestFactory:
                     seed=derive_seed(seed, sample),
                     stop_ids=stop_ids,
                     edits=edits,
+                    guide=None if guide is None else guide.copy(),
                     logprob_options=reported,
                     is_streaming=is_streaming,
                     lora=adapter,
@@ -159,6 +165,7 @@ class RequestFactory:
         self._check_logprobs(ids, saved.logprob_options)
         edits = self._logit_edits(saved.params, stop_ids)
         request = saved.to_request(stop_ids, edits, now_s)
+        request.guide = self._guides.make(saved.params, stop_ids, edits, saved.output_ids)
         if request.num_remaining < 1:
             raise InvalidRequestError(
                 f"request {saved.rid!r} has {len(saved.output_ids)} of "

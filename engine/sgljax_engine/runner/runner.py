@@ -29,6 +29,7 @@ from sgljax_engine.runner.batches.batch import (
 from sgljax_engine.runner.batches.drafts import build_draft_batch
 from sgljax_engine.runner.batches.page_ids import build_copies, build_state_copies
 from sgljax_engine.runner.batches.sampling import (
+    build_allowed_batch,
     build_logprob_batch,
     build_mask_batch,
     build_sampling_batch,
@@ -249,13 +250,15 @@ class ModelRunner:
         )
         size, vocab_size = len(batch.input_ids), self.model_config.vocab_size
         sampling = build_sampling_batch(rows, size)
-        num_tokens = output.num_steps
+        num_tokens, row_tokens = output.num_steps, 1
         if output.drafts is not None:  # rejected drafts are recorded too
-            num_tokens = max(output.step_limits) + output.drafts.row_tokens
+            row_tokens = output.drafts.row_tokens
+            num_tokens = max(output.step_limits) + row_tokens
         options = RowOptions(
             build_table(rows, size, vocab_size, num_tokens),
             build_logprob_batch(rows, size, vocab_size),
             build_mask_batch(rows, size),
+            build_allowed_batch(rows, size, vocab_size, row_tokens),
         )
         max_finished = output.max_finished or rows_above_smaller_bucket(
             self.shapes.batch_buckets, len(rows)
@@ -265,7 +268,6 @@ class ModelRunner:
         if output.drafts is not None:
             assert self.shapes.text_sizes is not None
             sources = [output.drafts.rows[index] for index in order]
-            row_tokens = output.drafts.row_tokens
             drafts = build_draft_batch(sources, size, self.shapes.text_sizes, row_tokens)
         call = ProgramCall("decode", (batch, sampling, options, drafts, *limits))
         result = self.run_program(call)

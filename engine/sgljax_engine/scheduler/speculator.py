@@ -10,7 +10,7 @@ from sgljax_engine.config import SpeculationConfig
 from sgljax_engine.speculation.drafters import Drafter, End
 from sgljax_engine.speculation.plan import TRIAL_STEPS, RowDrafts, StepDrafts
 from sgljax_engine.speculation.speeds import Speeds
-from sgljax_engine.speculation.texts import RequestText
+from sgljax_engine.speculation.texts import MATCHED_TOKENS, RequestText
 from sgljax_engine.types import Request, SchedulerOutput, StepOutput
 
 
@@ -87,6 +87,11 @@ class Speculator:
 
     def _row(self, request: Request) -> RowDrafts:
         text = self._texts[request.rid]
+        if request.guide is not None:  # only what its grammar foretells can be verified
+            forced = request.guide.allowed.drafts
+            tail = text.tokens[-MATCHED_TOKENS:]
+            both = np.concatenate([tail, np.asarray(forced, np.int32)]) if forced else tail[:0]
+            return RowDrafts((), (both,), text.tokens, drafts_own=False)
 
         def references(name: str) -> Sequence[np.ndarray]:
             drafter = self._drafters.get(name)
@@ -109,7 +114,9 @@ class Speculator:
             return
         most = max(counts) / result.num_steps
         self._tokens_per_step += (most - self._tokens_per_step) / 4
-        is_typical = not plan.prefill and not plan.copies and not result.num_cache_misses
+        # A row with a grammar takes one step, however many the dispatch has.
+        is_typical = all(request.guide is None for request in plan.decode)
+        is_typical &= not plan.prefill and not plan.copies and not result.num_cache_misses
         if is_typical and self.may_draft(plan.decode):
             seconds = self._clock() - self._planned_s  # with the work of the host
             tokens = 1 if plan.drafts is None else plan.drafts.row_tokens

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from sgljax_engine.runner.batches.batch import grow_buckets, pick_bucket
+from sgljax_engine.sampling.allowed import WORD_BITS, AllowedBatch
 from sgljax_engine.sampling.filters import KEEP_ALL, make_filters
 from sgljax_engine.sampling.logprobs import LogprobBatch
 from sgljax_engine.sampling.masks import MaskBatch
@@ -176,3 +177,26 @@ def mask_batch(most: np.ndarray) -> MaskBatch:
     """The batch of rows whose masks hold `most` [B] int32 tokens each."""
     width = int(np.max(most, where=most < KEEP_ALL, initial=SAMPLING_MASK_SIZES[0]))
     return MaskBatch(most, np.zeros(width, np.int32))  # type: ignore[arg-type]
+
+
+def build_allowed_batch(
+    requests: Sequence[Request], size: int, vocab_size: int, row_tokens: int
+) -> AllowedBatch | None:
+    """What grammars allow, for each of `row_tokens` tokens of a step; None without grammars."""
+    if all(request.guide is None for request in requests):
+        return None
+    batch = allowed_batch(size, vocab_size, row_tokens)
+    for row, request in enumerate(requests):
+        if request.guide is not None:
+            allowed = request.guide.allowed
+            num_tokens = min(len(allowed.words), row_tokens)
+            batch.words[row, :num_tokens] = allowed.words[:num_tokens]
+            batch.num_steps[row] = allowed.num_steps
+    return batch
+
+
+def allowed_batch(size: int, vocab_size: int, row_tokens: int) -> AllowedBatch:
+    """The batch of rows that may generate any token."""
+    words: Any = np.full((size, row_tokens, -(-vocab_size // WORD_BITS)), 0xFFFFFFFF, np.uint32)
+    num_steps: Any = np.full(size, np.iinfo(np.int32).max, np.int32)
+    return AllowedBatch(words, num_steps)

@@ -42,6 +42,7 @@ from sgljax_engine.runner.programs.drafts import (
 )
 from sgljax_engine.runner.programs.prefill import with_routed
 from sgljax_engine.runner.programs.recur import accept, row_recur, verify_recur
+from sgljax_engine.sampling.allowed import AllowedBatch, forbid_others
 from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch
 from sgljax_engine.sampling.masks import MaskBatch
 from sgljax_engine.sampling.sampler import Sampled, SamplingBatch, sample
@@ -88,11 +89,13 @@ class RowOptions(NamedTuple):
         table: Table of rows whose settings change logits.
         logprobs: Batch of rows that ask for further log-probs.
         masks: Batch of rows that report their sampling masks.
+        allowed: Batch of rows that follow a grammar.
     """
 
     table: SamplingTable | None = None
     logprobs: LogprobBatch | None = None
     masks: MaskBatch | None = None
+    allowed: AllowedBatch | None = None
 
 
 class _Text(NamedTuple):
@@ -196,7 +199,9 @@ class _Run(NamedTuple):
         return jnp.arange(self.width, dtype=jnp.int32)[None]
 
     def is_active(self, carry: _Carry) -> jax.Array:
-        return (carry.output.num_tokens < self.rows.step_limits) & ~carry.output.stopped
+        active = (carry.output.num_tokens < self.rows.step_limits) & ~carry.output.stopped
+        allowed = self.options.allowed
+        return active if allowed is None else active & (carry.step < allowed.num_steps)
 
     # ------------------------------------------------------------------ the start
 
@@ -392,6 +397,10 @@ class _Run(NamedTuple):
 
                 table = lax.fori_loop(0, self.width - 1, add, table)
             adjusted = adjust_logits(logits, table, sampling.stop_ids, sampling.step + offset)
+        if self.options.allowed is not None:
+            words = self.options.allowed.words
+            words = words.reshape(-1, words.shape[2])
+            adjusted = forbid_others(logits if adjusted is None else adjusted, words)
         shards, sampler = static.num_vocab_shards, static.sampler
         return sample(logits, sampling, offset, adjusted, shards, sampler, others, masks)
 

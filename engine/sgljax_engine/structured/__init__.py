@@ -1,0 +1,1 @@
+"""Structured output: tokens that a grammar allows, by llguidance (the extra `guided`)."""

@@ -1,0 +1,100 @@
+"""Makes the guides of an engine's requests. Any thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from sgljax_engine.errors import InvalidRequestError, StructuredOutputError
+from sgljax_engine.processing.tokenizer import Tokenizer
+from sgljax_engine.sampling_params import SamplingParams
+from sgljax_engine.structured.guide import Guide, Thoughts, all_tokens, clear_bit, set_bit
+from sgljax_engine.structured.vocabulary import Vocabulary, grammar_of
+from sgljax_engine.types import LogitEdits
+
+
+class Guides:
+    """Makes guides; the vocabulary is mapped when the first grammar comes.
+
+    `eos_ids` end a structured output. `max_drafts`: see `Guide`.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, vocab_size: int, eos_ids: Sequence[int], max_drafts: int
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = tuple(dict.fromkeys(each for each in eos_ids if each < vocab_size))
+        self._max_drafts = max_drafts
+        self._lock = threading.Lock()
+        self._vocabulary: Vocabulary | None = None
+
+    def make(
+        self,
+        params: SamplingParams,
+        stop_ids: Sequence[int],
+        edits: LogitEdits | None,
+        output_ids: Sequence[int] = (),
+    ) -> Guide | None:
+        """The guide of a request; None if its parameters ask for none.
+
+        Raises:
+            InvalidRequestError: for what cannot be guided, with the reason.
+        """
+        outputs, most = params.structured_outputs, params.max_thinking_tokens
+        if outputs is None and most is None:
+            return None
+        name = "max_thinking_tokens" if outputs is None else "structured_outputs"
+        if self._tokenizer is None:
+            raise InvalidRequestError(f"{name} needs a tokenizer, and the engine has none")
+        matcher = None
+        if outputs is not None:
+            if not self._eos_ids:
+                raise InvalidRequestError(f"{name} needs a model or tokenizer with an end token")
+            matcher = self._mapped(self._tokenizer).matcher(grammar_of(outputs))
+        try:
+            guide = Guide(
+                tokenizer=self._tokenizer,
+                matcher=matcher,
+                thoughts=self._thoughts(self._tokenizer, params),
+                allowed=self._allowed(edits),
+                end_ids=stop_ids,
+                max_drafts=self._max_drafts,
+            )
+            guide.advance(output_ids)
+        except StructuredOutputError as error:
+            raise InvalidRequestError(f"{name}: {error}") from None
+        return guide
+
+    def _mapped(self, tokenizer: Tokenizer) -> Vocabulary:
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = Vocabulary(tokenizer, self._vocab_size, self._eos_ids)
+            return self._vocabulary
+
+    def _thoughts(self, tokenizer: Tokenizer, params: SamplingParams) -> Thoughts | None:
+        if params.reasoning_tags is None:
+            return None
+        marks = [tuple(tokenizer.encode_rendered(tag)) for tag in params.reasoning_tags]
+        for token in (*marks[0], *marks[1]):
+            if token >= self._vocab_size:
+                raise InvalidRequestError(
+                    f"reasoning_tags={params.reasoning_tags} must be tokens of the model, got "
+                    f"{token}"
+                )
+        return Thoughts(marks[0], marks[1], params.max_thinking_tokens)
+
+    def _allowed(self, edits: LogitEdits | None) -> np.ndarray:
+        """Words of the tokens that biases and allow lists leave."""
+        words = all_tokens(self._vocab_size)
+        if edits is None:
+            return words
+        if edits.is_allow_list:
+            words = np.zeros_like(words)
+        values: Any = zip(edits.token_ids.tolist(), edits.values.tolist(), strict=True)
+        for token, value in values:
+            (clear_bit if value == -np.inf else set_bit)(words, token)
+        return words
