@@ -16,6 +16,7 @@ from sgljax_engine import FOREIGN_FIELDS, ForeignField, SamplingParams
 OUTPUT = Path(__file__).with_name("sampling.md")
 _ROWS = "tests/engine/test_sampling_table.py::TestRows::test_"
 _TEXT = "tests/engine/test_sampling_table.py::TestText::test_"
+_GRAMMARS = "tests/engine/test_structured.py::TestGrammars::test_"
 _LOGPROBS = "tests/engine/test_logprob_options.py::TestShapes::test_"
 
 TESTS = {
@@ -27,6 +28,8 @@ TESTS = {
     "decode_behind_prompt": _TEXT + "decode_behind_prompt",
     "reasoning_tags": _TEXT + "reasoning_tags",
     "return_sampling_mask": "tests/engine/test_sampling_masks.py::TestRequests::test_masks",
+    "structured_outputs": _GRAMMARS + "outputs_follow_their_grammars",
+    "max_thinking_tokens": _GRAMMARS + "thoughts_are_bounded",
 }
 """Tests of fields that are not in `TestRows` under the field's name."""
 
@@ -47,6 +50,7 @@ VLLM_NAMES = {
     "decode_behind_prompt": "",
     "reasoning_tags": "",
     "return_sampling_mask": "",
+    "max_thinking_tokens": "thinking_token_budget",
 }
 """vLLM's names where they differ; empty where vLLM has no such field."""
 

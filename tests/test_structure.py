@@ -30,7 +30,7 @@ SHEDS = ("benchmarks", "examples", "tests", "tools")
 # The engine's parts, from the bottom up: each imports only itself and rows above its own.
 LAYERS = (
     ("errors", "kernels"),
-    ("checks", "foreign_options"),
+    ("checks", "foreign_options", "structured_outputs"),
     ("io_struct", "layers", "sampling_params"),
     ("config", "model_config", "observability", "sampling", "speculation", "weights"),
     ("types",),
@@ -60,6 +60,7 @@ HOST_ONLY = (
     "config",
     "model_config",
     "observability",
+    "sampling.guide",
     "sampling.token_counts",
     "types",
     "checkpoint",
@@ -77,7 +78,7 @@ HOST_ONLY = (
     "core.stats",
 )
 
-MAX_TOP_LEVEL = {"sgljax_engine": 13, "sgljax_cpu": 32, "tunix_sgljax": 10}
+MAX_TOP_LEVEL = {"sgljax_engine": 14, "sgljax_cpu": 32, "tunix_sgljax": 10}
 """Modules beside the folders, `__init__` included."""
 
 

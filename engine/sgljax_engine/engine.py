@@ -59,6 +59,7 @@ from sgljax_engine.processing.home import HomeFuture
 from sgljax_engine.processing.input_processor import LogprobArgs, RequestFactory, is_large
 from sgljax_engine.processing.tokenizer import DecodeOptions, Tokenizer
 from sgljax_engine.processing.tokenizer_folder import load_tokenizer
+from sgljax_engine.runner.warmup import Extra
 from sgljax_engine.sampling_params import SamplingParams, SeedSource, refuse_keywords
 from sgljax_engine.types import Request
 from sgljax_engine.weights.rules import WeightRule
@@ -628,6 +629,7 @@ class Engine:
         include_score: bool = False,
         include_table: bool = False,
         include_masks: bool = False,
+        include_grammars: bool = False,
     ) -> int:
         """Compiles and runs all prefill, copy and decode programs; returns the number of new ones.
 
@@ -641,15 +643,22 @@ class Engine:
                 min_new_tokens: three or more for each batch bucket.
             include_masks: Also compile programs for `return_sampling_mask`: two for each batch
                 bucket.
+            include_grammars: Also compile programs for `structured_outputs`: one for each batch
+                bucket.
 
         Raises:
             EngineStateError: while the engine sleeps or has no weights.
         """
-        return self._calls.ask(
-            functools.partial(
-                cmd.Warmup, include_score, include_table, include_masks, self._progress
-            )
+        asked: dict[Extra, bool] = {
+            "score": include_score,
+            "table": include_table,
+            "masks": include_masks,
+            "grammars": include_grammars,
+        }
+        include: frozenset[Extra] = frozenset(
+            extra for extra, is_asked in asked.items() if is_asked
         )
+        return self._calls.ask(functools.partial(cmd.Warmup, include, self._progress))
 
     @asks
     def pause_generation(self, mode: PauseMode = "retract") -> Asks[None]:

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from sgljax_engine.errors import InvalidRequestError, unknown_name_message
 from sgljax_engine.foreign_options import FOREIGN_FIELDS
-from sgljax_engine.structured.outputs import checked_outputs, with_own_names
+from sgljax_engine.structured_outputs import checked_outputs, with_own_names
 
 MAX_STOP_TOKEN_IDS = 16
 """Most stop token ids of one request, end-of-sequence ids included (an array's width)."""
@@ -92,6 +92,12 @@ class SamplingParams:
             normalise over the same ones. Then a top_k of -1, 0 or None keeps 512 tokens, and one
             above 512 is refused. Tokens that are as likely as the last of a full mask (64 tokens
             for a top_k up to 64, else 512) are left out.
+        structured_outputs: Generate only what a grammar allows, up to an end token; None for all. A
+            dict with one of `json` (a JSON Schema), `json_object` (True), `regex`, `choice` (a list
+            of texts) and `grammar` (Lark or GBNF), as in vLLM. Needs llguidance. With
+            `reasoning_tags` it holds for what comes behind thoughts.
+        max_thinking_tokens: Most tokens between `reasoning_tags`; then only the second tag is
+            generated. >= 0; None for no bound.
     """
 
     n: int = 1
@@ -142,12 +148,11 @@ class SamplingParams:
             )
         outputs = checked_outputs(self.structured_outputs)
         object.__setattr__(self, "structured_outputs", outputs)
-        for name in ("ignore_eos", "min_new_tokens"):
-            if outputs is not None and getattr(self, name):
-                raise InvalidRequestError(
-                    f"{name}={getattr(self, name)!r} goes without structured_outputs, which an "
-                    "end token ends"
-                )
+        if outputs is not None and self.min_new_tokens:
+            raise InvalidRequestError(
+                f"min_new_tokens={self.min_new_tokens!r} goes without structured_outputs, whose "
+                "grammar says where the output ends"
+            )
         if self.max_thinking_tokens is not None and self.reasoning_tags is None:
             raise InvalidRequestError(
                 f"max_thinking_tokens={self.max_thinking_tokens} needs reasoning_tags, the marks "

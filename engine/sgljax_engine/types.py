@@ -18,9 +18,9 @@ from sgljax_engine.sampling_params import NO_LOGPROBS, LogprobOptions, SamplingP
 if TYPE_CHECKING:
     import numpy as np
 
+    from sgljax_engine.sampling.guide import Guide
     from sgljax_engine.sampling.token_counts import TokenCounts
     from sgljax_engine.speculation.plan import RowVerified, StepDrafts
-    from sgljax_engine.structured.guide import Guide
 
 
 NO_ADAPTER = -1

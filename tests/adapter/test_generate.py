@@ -174,6 +174,22 @@ def test_hugging_face_tokenizer(make_rollout, wrap):
         assert text == tokenizer.decode(tokens.tolist())  # as Tunix's samplers do
 
 
+def test_structured_outputs(make_rollout):
+    """As vLLM's sampling fields of a config, or as a keyword of the rollout."""
+    tokenizer = AutoTokenizer.from_pretrained(HF_FOLDER)
+    model = ref.make_tunix_qwen3({**ref.CONFIGS["gqa2_tied"], "vocab_size": len(tokenizer)})
+    fields = {"structured_outputs": {"regex": "[0-9]{3}"}}
+    config = {"eos_tokens": None, "temperature": 1.0, "seed": 0}
+    by_config = make_rollout(
+        model, tokenizer=tokenizer, config={**config, "rollout_vllm_sampling_kwargs": fields}
+    )
+    by_keyword = make_rollout(model, tokenizer=tokenizer, sampling_params=fields)
+    for rollout in (by_config, by_keyword):
+        output = rollout.generate(["hello"] * 4, rollout_config(**config))
+        assert all(len(text) == 3 and text.isdigit() for text in output.text)
+        assert len(set(output.text)) > 1
+
+
 @pytest.mark.parametrize("leaves_out", [None, True])
 def test_special_tokens_are_in_the_text(make_rollout, leaves_out):
     """A reward may look for them; Tunix's samplers decode them too."""

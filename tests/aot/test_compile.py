@@ -54,7 +54,7 @@ def compile_for(topology, shape, **more):
 
 def test_the_largest_of_each_program_is_taken():
     runner, _ = build_shapes(TWO_LAYERS, EngineConfig.from_options(OPTIONS), "bfloat16", None)
-    calls = largest(warm_calls(runner, include_score=True, include_table=False))
+    calls = largest(warm_calls(runner, frozenset({"score"})))
     assert [(call.name, call_size(call)) for call in calls] == [
         ("decode", ROWS),
         ("prefill", TOKENS),

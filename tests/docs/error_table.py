@@ -447,7 +447,7 @@ TABLE = [Row(*row) for row in (
      InvalidRequestError),
     ("renamed_sampling_field", lambda _: SamplingParams.from_dict({"max_tokens": 64}),
      InvalidRequestError),
-    ("refused_sampling_field", lambda _: SamplingParams.from_dict({"regex": "[0-9]+"}),
+    ("refused_sampling_field", lambda _: SamplingParams.from_dict({"stop_regex": "[0-9]+"}),
      InvalidRequestError),
     ("out_of_range", lambda _: SamplingParams.from_dict({"top_p": 0}), InvalidRequestError),
     ("prompt_too_long", lambda _: request(ids=[1] * 300), InvalidRequestError),

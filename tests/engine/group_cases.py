@@ -260,7 +260,7 @@ def decode_flops(model: ModelConfig, mesh: Mesh | None, **options: Any) -> float
     assert memory.kv_tokens == 64 * 128 // num_engines
     call = next(
         call
-        for call in warm_calls(runner, include_score=False, include_table=False)
+        for call in warm_calls(runner)
         if call.name == "decode" and len(call.args[0].input_ids) == 64 // num_engines
     )
     compiled = runner.programs.compile_alone(call, runner.kv_memory.state(runner.weights))

@@ -18,7 +18,7 @@ from tests.geometry import SMALL
 
 def lowered(runner: ModelRunner) -> list[str]:
     state = runner.kv_memory.state(runner.weights)
-    calls = warm_calls(runner, include_score=True, include_table=True)
+    calls = warm_calls(runner, frozenset({"score", "table"}))
     return [runner.programs.lower(call, state).as_text() for call in calls]
 
 

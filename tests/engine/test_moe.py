@@ -154,7 +154,7 @@ def test_every_program_says_which_tokens_are_used(monkeypatch):
     config = EngineConfig.from_options({**SMALL, "max_model_len": 64})  # no engine, only its traces
     runner, _ = build_shapes(model, config, "float32", None)
     state = runner.kv_memory.state(runner.weights)
-    for call in warm_calls(runner, include_score=True, include_table=False):
+    for call in warm_calls(runner, frozenset({"score"})):
         before = len(said)
         runner.programs.lower(call, state)
         assert (len(said) > before) == (call.name in ("decode", "prefill", "score")), call.name

@@ -50,7 +50,7 @@ def code() -> Sequence[tuple[str, str]]:
         patch.setattr(chain, "_register", register)
         runner, _ = build_shapes(TINY, EngineConfig.from_options(SMALL), "float32", None)
         state = runner.kv_memory.state(runner.weights)
-        for call in warm_calls(runner, include_score=True, include_table=True):
+        for call in warm_calls(runner, frozenset({"score", "table"})):
             runner.programs.lower(call, state)
     jax.clear_caches()
     api = abi.load_api()

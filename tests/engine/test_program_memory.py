@@ -41,7 +41,7 @@ def test_pages_take_what_programs_leave():
     taken = report.kv_bytes + report.program_bytes
     assert 0.9 * report.free_bytes <= taken <= report.free_bytes
     assert runner.kv_memory.num_pages * WIDE["page_size"] == report.kv_tokens
-    for call in program_memory.largest(program_memory.warm_calls(runner, False, False)):
+    for call in program_memory.largest(program_memory.warm_calls(runner)):
         compiled = runner.programs.compile_alone(call, runner.kv_memory.state(runner.weights))
         needed = ProgramMemory.of(compiled).extra_bytes
         assert report.kv_bytes + needed <= report.free_bytes, call.name

@@ -9,6 +9,7 @@ import pytest
 import transformers
 from tokenizers import processors
 from transformers.tokenization_utils_sentencepiece import SentencePieceBackend
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 from sgljax_engine import Engine, EngineError, InvalidConfigError, InvalidRequestError
 from sgljax_engine.processing.any_tokenizer import wrap_tokenizer
@@ -313,3 +314,17 @@ def test_a_folders_response_template(tmp_path):
     assert wrap_tokenizer(inner).response_template is None
     assert "<|bos|>" in tokenizer.special_tokens
     assert TunixTokenizer(CharTokenizer()).special_tokens == ()
+
+
+@pytest.mark.parametrize("byte_fallback", [True, False])
+@pytest.mark.parametrize("wrap", [lambda processor: processor, TokenizerAdapter])
+def test_bytes_of_sentencepiece_tokens(byte_fallback, wrap):
+    """Together they are the text; what is no text has none."""
+    processor = small_tokenizers.sentencepiece(byte_fallback)
+    tokenizer = wrap_tokenizer(wrap(processor))
+    text = "the quick fox \u00e9\U0001f600" if byte_fallback else "the fox"
+    pieces = [tokenizer.token_bytes(token) or b"" for token in processor.EncodeAsIds(text)]
+    assert b"".join(pieces).decode() == f" {text}", "a word begins with a space"
+    controls = (processor.bos_id(), processor.eos_id(), processor.unk_id())
+    assert [tokenizer.token_bytes(token) for token in controls] == [None] * 3
+    assert tokenizer.token_bytes(processor.GetPieceSize()) is None

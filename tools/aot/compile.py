@@ -117,7 +117,7 @@ def compile_programs(
     runner, memory = build_shapes(model, config, preview.dtype, mesh, chip.usable_bytes)
     preview = dataclasses.replace(preview, memory=memory)
     is_all = which == "all"
-    calls = list(warm_calls(runner, include_score=is_all, include_table=is_all))
+    calls = list(warm_calls(runner, frozenset({"score", "table"}) if is_all else frozenset()))
     large = _large_sizes(runner)
     num_layers = model.num_layers if chip.platform == "gpu" else None
     programs = []

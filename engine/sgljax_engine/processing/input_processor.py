@@ -17,6 +17,7 @@ from sgljax_engine.errors import InvalidRequestError
 from sgljax_engine.io_struct import check_flags
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.processing.bounded_text import check_length
+from sgljax_engine.processing.guides import Guides
 from sgljax_engine.processing.special_stops import SpecialStops
 from sgljax_engine.processing.tokenizer import Tokenizer, decode_options
 from sgljax_engine.sampling_params import (
@@ -27,7 +28,6 @@ from sgljax_engine.sampling_params import (
     SeedSource,
     derive_seed,
 )
-from sgljax_engine.structured.guides import Guides
 from sgljax_engine.types import LogitEdits, Request, RequestStatus, prompt_key
 
 _MANY_ITEMS = 10_000

@@ -16,7 +16,8 @@ class TunixTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._num_pieces = _num_pieces(tokenizer)
+        self._processor = _processor(tokenizer)
+        self._num_pieces = None if self._processor is None else self._processor.GetPieceSize()
 
     @property
     def eos_token_id(self) -> int | None:
@@ -43,8 +44,16 @@ class TunixTokenizer:
         return None
 
     def token_bytes(self, token: int) -> bytes | None:
-        """None: such a tokenizer does not show its tokens."""
-        return None
+        """The bytes of a SentencePiece token that is text; other tokenizers do not show them."""
+        processor = self._processor
+        if processor is None or not 0 <= token < processor.GetPieceSize():
+            return None
+        if processor.IsControl(token) or processor.IsUnknown(token) or processor.IsUnused(token):
+            return None
+        piece = processor.IdToPiece(token)
+        if processor.IsByte(token):  # <0x0A>
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace("\u2581", " ").encode()
 
     def encode(self, text: str) -> list[int]:
         return self._with_bos(self._tokenizer.encode(text))
@@ -177,11 +186,11 @@ def adapter_class(tokenizer: object) -> Any:
     return base_class(tokenizer, "tunix.generate.tokenizer_adapter", "TokenizerAdapter")
 
 
-def _num_pieces(tokenizer: Any) -> int | None:
-    """The size of a SentencePiece vocabulary, inside Tunix's adapter or not; else None."""
+def _processor(tokenizer: Any) -> Any:
+    """The SentencePiece processor, inside Tunix's adapter or not; else None."""
     is_adapter = adapter_class(tokenizer) is not None
     processor = tokenizer.tokenizer if is_adapter else tokenizer
-    return processor.GetPieceSize() if hasattr(processor, "GetPieceSize") else None
+    return processor if hasattr(processor, "GetPieceSize") else None
 
 
 def _has_gemma_fallback(tokenizer: Any) -> bool:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from sgljax_engine.runner.batches.page_ids import (
     no_windows,
 )
 from sgljax_engine.runner.batches.sampling import (
+    allowed_batch,
     build_sampling_batch,
     empty_table,
     mask_batch,
@@ -32,27 +33,20 @@ class Warmup:
     def __init__(self, runner: ModelRunner, *, forbid_compile: bool) -> None:
         self._runner = runner
         self._forbid_compile = forbid_compile
-        self._has_score = self._has_table = self._has_masks = False
+        self._included: frozenset[Extra] = frozenset()
 
     def compile_all(
         self,
-        *,
-        include_score: bool = False,
-        include_table: bool = False,
-        include_masks: bool = False,
+        include: frozenset[Extra] = frozenset(),
         progress: ProgressListener | None = None,
     ) -> int:
-        """Compiles and runs every program but those left out; returns how many were new.
-
-        Programs of `Scorer.score`, and decode buckets for rows that change logits or report
-        sampling masks, are asked for.
-        """
+        """Compiles and runs every program but those left out; returns how many were new."""
         runner, programs, kv_memory = self._runner, self._runner.programs, self._runner.kv_memory
         kv_memory.allocate()
         before, was_sealed = programs.num_compiles, programs.is_sealed
         programs.is_sealed = False
         try:
-            calls = list(warm_calls(runner, include_score, include_table, include_masks))
+            calls = list(warm_calls(runner, include))
             num_new = programs.count_new(calls)
             with reporting(progress, "compile programs", num_new, "program") as advance:
                 programs.compile(calls, kv_memory.state(runner.weights), lambda: advance(1))
@@ -66,46 +60,44 @@ class Warmup:
             programs.is_sealed = was_sealed
             raise
         programs.is_sealed = self._forbid_compile
-        self._has_score |= include_score
-        self._has_table |= include_table
-        self._has_masks |= include_masks
+        self._included |= include
         return programs.num_compiles - before
 
     def check(self, request: Request) -> None:
         """Raises CompileForbiddenError if a request needs programs that `compile_all` left out."""
-        options, params = request.logprob_options, request.params
+        asked = [extra for extra, asks in _ASKS.items() if asks(request)]
         needs = ""
-        if params.changes_logits and not self._has_table:
-            needs = "warmup(include_table=True), since it changes logits"
-        elif params.return_sampling_mask and not self._has_masks:
-            needs = "warmup(include_masks=True), since it reports sampling masks"
-        elif params.return_sampling_mask and params.changes_logits:
-            needs = (
-                "programs for sampling masks of rows that change logits, which warmup leaves out"
-            )
-        elif options.start_len >= 0 and not self._has_score:
-            needs = "warmup(include_score=True), since it asks for prompt log-probs"
-        elif options.has_extras:
+        for extra in asked:
+            if extra not in self._included:
+                needs = f"warmup(include_{extra}=True)"
+        if len({"table", "masks", "grammars"} & {*asked}) > 1:
+            needs = f"programs for {' and '.join(asked)} together, which warmup leaves out"
+        elif request.logprob_options.has_extras:
             needs = "programs for top_logprobs_num and token_ids_logprob, which warmup leaves out"
         if needs:
             raise CompileForbiddenError(f"forbid_compile is set and the request needs {needs}")
 
 
+Extra = Literal["score", "table", "masks", "grammars"]
+"""Programs that warm-up compiles if it is asked to: see `Engine.warmup`."""
+
+_ASKS: Mapping[Extra, Callable[[Request], bool]] = {
+    "score": lambda request: request.logprob_options.start_len >= 0,
+    "table": lambda request: request.params.changes_logits,
+    "masks": lambda request: request.params.return_sampling_mask,
+    "grammars": lambda request: request.guide is not None,
+}
+
+
 def warm_calls(
-    runner: ModelRunner, include_score: bool, include_table: bool, include_masks: bool = False
+    runner: ModelRunner, include: frozenset[Extra] = frozenset()
 ) -> Iterator[ProgramCall]:
     """A call of every program; those that take longest to compile come first."""
     shapes = runner.shapes
     windows = no_windows(runner.kv_memory.num_pages) if runner.has_windows else None
-    vocab_size = runner.model_config.vocab_size
     for size in shapes.batch_buckets:
-        widths = table_buckets(vocab_size) if include_table else ()
-        tables = [None, *(empty_table(size, width, vocab_size) for width in widths)]
-        most = [np.full(size, most, np.int32) for most in SAMPLING_MASK_SIZES if include_masks]
-        choices = [RowOptions(table) for table in tables]
-        choices += [RowOptions(masks=mask_batch(each)) for each in most]
-        for options in choices:
-            for row_tokens in runner.row_tokens(size):
+        for row_tokens in runner.row_tokens(size):
+            for options in _row_options(runner, size, row_tokens, include):
                 yield _decode_call(runner, size, row_tokens, options)
     for size in shapes.token_buckets:
         batch = empty_prefill_batch(
@@ -117,7 +109,7 @@ def warm_calls(
             has_windows=runner.has_windows,
         )
         yield ProgramCall("prefill", (batch,))
-    if include_score:
+    if "score" in include:
         yield from runner.scorer.warm_calls()
     max_copies, num_pages = shapes.batch_buckets[-1], runner.kv_memory.num_pages
     copies = build_copies([], max_copies=max_copies, num_pages=num_pages, windows=windows)
@@ -126,6 +118,19 @@ def warm_calls(
         yield ProgramCall("copy_states", build_state_copies([], max_copies))
     if runner.routed_reader is not None:
         yield runner.routed_reader.warm_call()
+
+
+def _row_options(
+    runner: ModelRunner, size: int, row_tokens: int, include: frozenset[Extra]
+) -> Iterator[RowOptions]:
+    vocab_size = runner.model_config.vocab_size
+    yield RowOptions()
+    for width in table_buckets(vocab_size) if "table" in include else ():
+        yield RowOptions(empty_table(size, width, vocab_size))
+    for most in SAMPLING_MASK_SIZES if "masks" in include else ():
+        yield RowOptions(masks=mask_batch(np.full(size, most, np.int32)))
+    if "grammars" in include:
+        yield RowOptions(allowed=allowed_batch(size, vocab_size, row_tokens))
 
 
 def _decode_call(

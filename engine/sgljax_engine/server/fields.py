@@ -203,7 +203,7 @@ GENERATE = _foreign(
 )
 
 _BOTH = _same_as_in_process(
-    "best_of use_beam_search length_penalty beam_width structured_outputs structural_tag "
+    "best_of use_beam_search length_penalty beam_width structural_tag "
     "json_schema regex ebnf stop_regex no_stop_trim bad_words logits_processors "
     "truncate_prompt_tokens repetition_detection custom_params extra_args watermarking"
 ) | _foreign(

@@ -13,6 +13,7 @@ from sgljax_engine.core.transaction import GroupCommand
 from sgljax_engine.observability.combined import combine_states
 from sgljax_engine.observability.metrics import EngineState
 from sgljax_engine.observability.progress import ProgressListener
+from sgljax_engine.runner.warmup import Extra
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -58,21 +59,14 @@ class Run(GroupCommand):
 class Warmup(PerEngineCommand):
     """Compile every bucket; answers with the number of new programs."""
 
-    include_score: bool
-    include_table: bool
-    include_masks: bool
+    include: frozenset[Extra]
     progress: ProgressListener | None
     future: Future[int]
 
     def run(self, core: EngineCore) -> int:
         core.check_awake()
         try:
-            return core.warmup.compile_all(
-                include_score=self.include_score,
-                include_table=self.include_table,
-                include_masks=self.include_masks,
-                progress=self.progress,
-            )
+            return core.warmup.compile_all(self.include, self.progress)
         except BaseException:
             if core.runner.kv_memory.recover():  # a program that failed had taken the pages
                 core.lose_kv()

@@ -1,4 +1,4 @@
-"""Which tokens a request may generate next, as its tokens come.
+"""Which tokens a request may generate next, as its tokens come. Host-only; no JAX.
 
 A guide follows the tokens of one request alone. So retractions, pauses, sleep and weight updates
 leave it as it is, and a checkpoint makes it anew from the tokens.
@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from sgljax_engine.errors import StructuredOutputError
-from sgljax_engine.processing.tokenizer import Tokenizer
 
 WORD_BITS = 32
 
@@ -62,10 +61,13 @@ class Guide:
     """Follows one request. A caller's thread makes it, then the engine thread alone has it.
 
     Args:
-        tokenizer: Of the engine.
-        matcher: llguidance's, at the start of the answer's grammar; None for any answer.
+        bytes_of: The bytes of a token.
+        encode: The tokens of a text.
+        matcher: llguidance's, at the start of the answer's grammar, whose token for the end is the
+            vocabulary's size; None for any answer.
         thoughts: None if there are none.
         allowed: uint32 words of the tokens that the request's other settings allow.
+        vocab_size: Of the model.
         end_ids: The request's stop tokens.
         max_drafts: Most tokens of `Allowed.drafts`.
 
@@ -76,17 +78,21 @@ class Guide:
     def __init__(
         self,
         *,
-        tokenizer: Tokenizer,
+        bytes_of: Callable[[int], bytes | None],
+        encode: Callable[[str], Sequence[int]],
         matcher: Any,
         thoughts: Thoughts | None,
         allowed: np.ndarray,
+        vocab_size: int,
         end_ids: Sequence[int],
         max_drafts: int = 0,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._bytes_of = bytes_of
+        self._encode = encode
         self._matcher = matcher
         self._thoughts = thoughts
         self._free = self._in_thoughts = allowed
+        self._vocab_size, self._end_ids = vocab_size, end_ids
         if matcher is not None:
             self._in_thoughts = allowed.copy()
             for token in end_ids:
@@ -149,7 +155,7 @@ class Guide:
         assert self._thoughts is not None
         close, rest = self._thoughts.close, b""
         self._num_thought += 1
-        self._closing = _num_begun(close, self._closing, token)
+        self._closing = _num_matched(close, self._closing, token)
         is_closed = self._closing == len(close)
         if len(close) > 1:  # its text may come in other tokens
             mark = b"".join(map(self._bytes, close))
@@ -159,10 +165,10 @@ class Guide:
         if is_closed:
             self._part = _Part.ANSWER
             if rest.strip():
-                self._take_answer(self._tokenizer.encode_rendered(rest.decode(errors="replace")))
+                self._take_answer(self._encode(rest.decode(errors="replace")))
 
     def _bytes(self, token: int) -> bytes:
-        return self._tokenizer.token_bytes(token) or b""
+        return self._bytes_of(token) or b""
 
     def _take_answer(self, tokens: Sequence[int]) -> None:
         if self._matcher is not None and not self._matcher.consume_tokens(list(tokens)):
@@ -223,7 +229,8 @@ class Guide:
         words = [self._mask(self._matcher)]
         drafts: list[int] = []
         if self._max_drafts:
-            drafts = self._matcher.compute_ff_tokens()[: self._max_drafts]
+            forced = self._matcher.compute_ff_tokens()[: self._max_drafts]
+            drafts = [token for token in forced if token != self._vocab_size]
         for number, token in enumerate(drafts):
             if not self._matcher.consume_token(token):
                 raise StructuredOutputError(_first_line(self._matcher.get_error()))
@@ -238,16 +245,20 @@ class Guide:
             raise StructuredOutputError(
                 f"the grammar fails after {self._num_taken} output tokens: {_first_line(error)}"
             )
-        words = np.zeros_like(self._free)
-        words[: len(found)] = found[: len(words)]
+        words = found[: len(self._free)] & self._free
+        word, bit = divmod(self._vocab_size, WORD_BITS)
+        if found[word] >> bit & 1:
+            for token in self._end_ids:
+                set_bit(words, token)
         return words & self._free
 
 
-def _num_begun(mark: Sequence[int], begun: int, token: int) -> int:
-    """How many tokens of a mark the last tokens are, after `begun` of them and another token."""
-    seen = (*mark[:begun], token)
+def _num_matched(mark: Sequence[int], matched: int, token: int) -> int:
+    """How many tokens of a mark the last tokens are, after `matched` of them and another token."""
+    seen = (*mark[:matched], token)
     return next(
-        size for size in range(min(len(seen), len(mark)), -1, -1)
+        size
+        for size in range(min(len(seen), len(mark)), -1, -1)
         if tuple(seen[len(seen) - size :]) == tuple(mark[:size])
     )
 

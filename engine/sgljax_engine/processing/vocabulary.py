@@ -1,11 +1,11 @@
-"""llguidance's view of a tokenizer, and compiled grammars over it. Any thread."""
+"""A tokenizer as llguidance sees it, and compiled grammars over it. Any thread."""
 
 from __future__ import annotations
 
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -20,14 +20,15 @@ class Vocabulary:
     """Makes matchers of grammars over the tokens of an engine.
 
     Tokens are what `Tokenizer.token_bytes` says, so every tokenizer that tells its tokens' bytes
-    serves. A model's tokens beyond the tokenizer's are never allowed.
+    serves. A model's tokens beyond the tokenizer's are never allowed. The end of an output is a
+    token behind all others, `vocab_size`: requests differ in their end tokens, and it takes about
+    a second to read 150,000 tokens. `eos_ids` are no text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Collection[int]) -> None:
         self._lock = threading.Lock()
         self._grammars: OrderedDict[str, Any] = OrderedDict()
         self._guidance = load_llguidance()
-        # About a second for 150,000 tokens.
         names = set(tokenizer.special_tokens)
         tokens, special = [], []
         for token in range(vocab_size):
@@ -40,11 +41,8 @@ class Vocabulary:
                 "structured_outputs needs a tokenizer that tells the bytes of its tokens, and "
                 f"{type(tokenizer).__name__} does not"
             )
-        self._bytes = tokens
-        wrapper = self._guidance.TokenizerWrapper(_Tokens(tokenizer, tokens, special, eos_ids))
-        self._tokenizer = self._guidance.LLTokenizer(
-            wrapper, n_vocab=vocab_size, eos_token=list(eos_ids)
-        )
+        wrapper = self._guidance.TokenizerWrapper(_Tokens(tokenizer, tokens, special))
+        self._tokenizer = self._guidance.LLTokenizer(wrapper)
 
     def matcher(self, grammar: str) -> Any:
         """A new `LLMatcher` at the start of a grammar.
@@ -66,15 +64,6 @@ class Vocabulary:
                 self._grammars.popitem(last=False)
             return made.deep_copy()
 
-    def token_bytes(self, token: int) -> bytes:
-        return self._bytes[token]
-
-    def tokens_of(self, text: bytes) -> list[int]:
-        return self._tokenizer.tokenize_bytes(text)
-
-    def executor(self) -> Any:
-        return self._guidance.LLExecutor()
-
 
 _JSON = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,40}"}
 """Enough to indent by; without a bound, a weak model may go on with white space to its end."""
@@ -93,17 +82,13 @@ def load_llguidance() -> ModuleType:
 class _Tokens:
     """What llguidance asks of a tokenizer."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        tokens: Sequence[bytes],
-        special: Sequence[int],
-        eos_ids: Sequence[int],
-    ) -> None:
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, tokens: list[bytes], special: list[int]) -> None:
         self._tokenizer = tokenizer
-        self.tokens = tokens
-        self.special_token_ids = special
-        self.eos_token_id, self.bos_token_id = eos_ids[0], None
+        self.eos_token_id = len(tokens)
+        self.tokens = [*tokens, b"<end>"]
+        self.special_token_ids = [*special, self.eos_token_id]
 
     def __call__(self, text: str) -> list[int]:
         if not isinstance(text, str):  # llguidance tries bytes first
@@ -112,7 +97,7 @@ class _Tokens:
 
 
 def grammar_of(outputs: Mapping[str, Any]) -> str:
-    """llguidance's form of checked `structured_outputs`."""
+    """The grammar, as llguidance takes it, of checked `structured_outputs`."""
     llguidance = load_llguidance()
     (kind, value), *_ = outputs.items()
     matcher = llguidance.LLMatcher
@@ -130,5 +115,7 @@ def grammar_of(outputs: Mapping[str, Any]) -> str:
         try:
             value = any_to_lark(value)
         except Exception as error:
-            raise InvalidRequestError(f"structured_outputs['grammar'] is not GBNF: {error}") from None
+            raise InvalidRequestError(
+                f"structured_outputs['grammar'] is not GBNF: {error}"
+            ) from None
     return matcher.grammar_from_lark(value)

@@ -10,16 +10,22 @@ import numpy as np
 
 from sgljax_engine.errors import InvalidRequestError, StructuredOutputError
 from sgljax_engine.processing.tokenizer import Tokenizer
+from sgljax_engine.processing.vocabulary import Vocabulary, grammar_of
+from sgljax_engine.sampling.guide import (
+    Guide,
+    Thoughts,
+    all_tokens,
+    clear_bit,
+    set_bit,
+)
 from sgljax_engine.sampling_params import SamplingParams
-from sgljax_engine.structured.guide import Guide, Thoughts, all_tokens, clear_bit, set_bit
-from sgljax_engine.structured.vocabulary import Vocabulary, grammar_of
 from sgljax_engine.types import LogitEdits
 
 
 class Guides:
     """Makes guides; the vocabulary is mapped when the first grammar comes.
 
-    `eos_ids` end a structured output. `max_drafts`: see `Guide`.
+    `eos_ids` are those of model and tokenizer. `max_drafts`: see `Guide`.
     """
 
     def __init__(
@@ -27,7 +33,7 @@ class Guides:
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._eos_ids = tuple(dict.fromkeys(each for each in eos_ids if each < vocab_size))
+        self._eos_ids = frozenset(eos_ids)
         self._max_drafts = max_drafts
         self._lock = threading.Lock()
         self._vocabulary: Vocabulary | None = None
@@ -52,19 +58,25 @@ class Guides:
             raise InvalidRequestError(f"{name} needs a tokenizer, and the engine has none")
         matcher = None
         if outputs is not None:
-            if not self._eos_ids:
-                raise InvalidRequestError(f"{name} needs a model or tokenizer with an end token")
+            if not stop_ids:
+                raise InvalidRequestError(
+                    f"{name} ends with a stop token, and the request has none: stop_token_ids=[], "
+                    f"ignore_eos={params.ignore_eos}"
+                )
             matcher = self._mapped(self._tokenizer).matcher(grammar_of(outputs))
         try:
             guide = Guide(
-                tokenizer=self._tokenizer,
+                bytes_of=self._tokenizer.token_bytes,
+                encode=self._tokenizer.encode_rendered,
                 matcher=matcher,
                 thoughts=self._thoughts(self._tokenizer, params),
                 allowed=self._allowed(edits),
+                vocab_size=self._vocab_size,
                 end_ids=stop_ids,
                 max_drafts=self._max_drafts,
             )
-            guide.advance(output_ids)
+            if output_ids:
+                guide.advance(output_ids)
         except StructuredOutputError as error:
             raise InvalidRequestError(f"{name}: {error}") from None
         return guide

@@ -103,7 +103,9 @@ def _text(name: str, value: Any) -> str:
 
 def _choices(name: str, value: Any) -> list[str]:
     if not isinstance(value, (list, tuple)) or not value or len(value) > MAX_CHOICES:
-        raise InvalidRequestError(f"{name} must be a list of 1 to {MAX_CHOICES} texts, got {value!r}")
+        raise InvalidRequestError(
+            f"{name} must be a list of 1 to {MAX_CHOICES} texts, got {value!r}"
+        )
     for each in value:
         _text(name, each)
     _text(name, "".join(value))

@@ -1,1 +1,0 @@
-"""Structured output: tokens that a grammar allows, by llguidance (the extra `guided`)."""
