@@ -106,9 +106,8 @@ weights with which the output started.
 
 ## Experts
 
-With `enable_return_routed_experts=True`, which a model without experts refuses, each output says
-which experts its tokens went through. `RequestOutput.routed_experts`, in dicts
-`meta_info["routed_experts"]`, is an array [tokens, layers, experts of a token], uint8 for up to 256
+With `enable_return_routed_experts=True` each output of a model with experts has
+`RequestOutput.routed_experts`, in dicts `meta_info["routed_experts"]`: an array [tokens, layers, experts of a token], uint8 for up to 256
 experts, the most probable expert first. It has a row for each token of prompt and output but the
 last one, which the model has not seen. A stream has it in its last item. A retracted request has
 the choices of the weights that prefilled it again. It is None for a request that was aborted before
@@ -123,6 +122,16 @@ request samples from at most 512 tokens: a larger top_k is refused, and without 
 Tokens that tie with the last of a full mask are not drawn. Chat and completions give vLLM's
 `token_ids` and `offsets` as `sampling_mask`. Trainers use it for
 [replay](training.md#sampling-replay).
+
+## Structured output
+
+`structured_outputs` lets a request generate only what a grammar allows, by llguidance
+(`pip install "tunix-sgljax[guided]"`): one of `json` (a JSON Schema), `json_object`, `regex`,
+`choice` and `grammar` (Lark or GBNF). SGLang's `json_schema`, `regex` and `ebnf` mean the same. An
+end token follows, unless `max_new_tokens` comes first. Such a request takes one step a dispatch,
+with drafts also the tokens that the grammar forces; others beside it keep their bits and their
+steps. Processed log-probs are over what was allowed. `max_thinking_tokens` bounds thoughts, which
+`reasoning_tags` mark; the grammar holds behind them.
 
 ## Streaming
 
