@@ -56,7 +56,7 @@ from sgljax_engine.processing.conversation import conversation_ids, split_conver
 from sgljax_engine.processing.futures import Answer
 from sgljax_engine.processing.generation_defaults import read_generation_defaults
 from sgljax_engine.processing.home import HomeFuture
-from sgljax_engine.processing.input_processor import LogprobArgs, RequestFactory, is_large
+from sgljax_engine.processing.input_processor import LogprobArgs, RequestFactory, takes_long
 from sgljax_engine.processing.tokenizer import DecodeOptions, Tokenizer
 from sgljax_engine.processing.tokenizer_folder import load_tokenizer
 from sgljax_engine.runner.warmup import Extra
@@ -363,8 +363,8 @@ class Engine:
             self._make_requests, prompt, sampling_params, input_ids, logprobs, stream, rid, lora
         )
         # Other tasks of the event loop would have to wait for it.
-        takes_long = is_large(input_ids if prompt is None else prompt)
-        requests, is_single = await asyncio.to_thread(make) if takes_long else make()
+        is_slow = takes_long(input_ids if prompt is None else prompt, sampling_params)
+        requests, is_single = await asyncio.to_thread(make) if is_slow else make()
         if stream:
             return self._calls.async_stream(requests)
         outputs = await self._calls.async_generate(requests)

@@ -124,6 +124,8 @@ _CHECKS = {
 _OTHER_NAMES = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
 """SGLang's sampling fields, and their kinds here."""
 
+_OWN_NAMES = ("guided_decoding", "structured_outputs")
+
 
 def with_own_names(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Sampling fields with SGLang's and vLLM's names of structured outputs replaced by ours.
@@ -135,7 +137,7 @@ def with_own_names(fields: Mapping[str, Any]) -> dict[str, Any]:
     for name, kind in _OTHER_NAMES.items():
         if name in given and (value := given.pop(name)) not in (None, ""):
             outputs.append({kind: value})
-    for name in ("guided_decoding", "structured_outputs"):
+    for name in _OWN_NAMES:
         if name in given and (value := given.pop(name)) not in (None, {}):
             outputs.append(value)
     if len(outputs) > 1:
@@ -146,3 +148,10 @@ def with_own_names(fields: Mapping[str, Any]) -> dict[str, Any]:
     if budget not in (None, -1):
         given["max_thinking_tokens"] = budget
     return given
+
+
+def has_grammar(sampling_params: Any) -> bool:
+    """Whether sampling parameters, or a dict of them, ask for structured outputs."""
+    if isinstance(sampling_params, Mapping):
+        return any(sampling_params.get(name) for name in (*_OTHER_NAMES, *_OWN_NAMES))
+    return getattr(sampling_params, "structured_outputs", None) is not None

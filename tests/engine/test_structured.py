@@ -6,6 +6,7 @@ it was allowed.
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import dataclasses
 import json
@@ -19,10 +20,12 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from sgljax_engine import Engine, InvalidRequestError, SamplingParams
-from sgljax_engine.errors import CompileForbiddenError, StructuredOutputError
+from sgljax_engine import Engine, InvalidRequestError, SamplingParams, StructuredOutputError
+from sgljax_engine.errors import CompileForbiddenError
+from sgljax_engine.processing.guides import Guides
 from sgljax_engine.processing.vocabulary import grammar_of
 from sgljax_engine.structured_outputs import checked_outputs
+from tests.adapter.helpers import EndingTokenizer
 from tests.devices import run_python
 from tests.engine import models
 from tests.engine.grammar_cases import GrammarCase, random_case
@@ -439,6 +442,32 @@ def test_without_a_tokenizer():
         pytest.raises(InvalidRequestError, match="needs a tokenizer, and the engine has none"),
     ):
         engine.generate(input_ids=[1], sampling_params=params)
+
+
+def test_a_vocabulary_that_cannot_be_mapped():
+    with make(tokenizer=EndingTokenizer(eos=1)) as engine:
+        with pytest.raises(InvalidRequestError, match="TunixTokenizer does not"):
+            engine.generate("1", {"structured_outputs": {"regex": "a"}})
+        assert engine.generate("1", {"max_new_tokens": 2})["output_ids"]
+
+
+def test_a_grammar_compiles_beside_the_event_loop(engine, monkeypatch):
+    """It may take a second."""
+    used: list[threading.Thread] = []
+    make_guide = Guides.make
+
+    def watched(*args: Any) -> Any:
+        used.append(threading.current_thread())
+        return make_guide(*args)
+
+    monkeypatch.setattr(Guides, "make", watched)
+
+    async def ask(params: dict[str, Any]) -> str:
+        return (await engine.async_generate("x", params))["text"]
+
+    for name, value in ({"regex": "[0-9]{5}"} | {"structured_outputs": {"choice": ["1"]}}).items():
+        assert asyncio.run(ask({name: value})).isdigit()
+        assert used.pop() is not threading.main_thread()
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from sgljax_engine.sampling_params import (
     SeedSource,
     derive_seed,
 )
+from sgljax_engine.structured_outputs import has_grammar
 from sgljax_engine.types import LogitEdits, Request, RequestStatus, prompt_key
 
 _MANY_ITEMS = 10_000
@@ -379,8 +380,11 @@ class RequestFactory:
         )
 
 
-def is_large(prompts: Any) -> bool:
-    """Whether it takes long to make requests of prompts; what is no prompt is refused at once."""
+def takes_long(prompts: Any, sampling_params: Any) -> bool:
+    """Whether it takes long to make requests; what is no prompt is refused at once."""
+    several = isinstance(sampling_params, (list, tuple))
+    if any(has_grammar(each) for each in (sampling_params if several else [sampling_params])):
+        return True  # which is compiled
     if not isinstance(prompts, (str, list, tuple)):
         return False
     if isinstance(prompts, str) or len(prompts) > _MANY_ITEMS:
