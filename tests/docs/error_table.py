@@ -39,6 +39,7 @@ from sgljax_engine import (
     NonFiniteLogitsError,
     OffloadError,
     SamplingParams,
+    StructuredOutputError,
     UnsupportedModelError,
     WeightLoadError,
     WeightsLostError,
@@ -92,6 +93,14 @@ FOLDER = GOLDEN / "qwen3_gqa_tied"
 QWEN3 = Qwen3Config(**ref.CONFIGS[MODEL])
 REQUESTS = RequestFactory(TINY, Limits(max_model_len=256, max_kv_tokens=160), None, SeedSource(0))
 ASK: list[Any] = [{"role": "user", "content": "Count to ten."}]
+
+
+def run_out_of_tokens(_: Any) -> None:
+    """The grammar goes on with a token that may not be generated."""
+    with Engine(FOLDER, **SMALL) as engine:
+        allowed = engine.tokenize("a", add_special_tokens=False)
+        params = {"structured_outputs": {"regex": "aab"}, "allowed_token_ids": allowed}
+        engine.generate("x", params)
 
 
 class Parts:
@@ -473,6 +482,7 @@ TABLE = [Row(*row) for row in (
     ("failed_step", without_weights(lambda e: e.generate(**ONE), delete_one), EngineStepError),
     ("nonfinite_logits", without_weights(lambda e: e.generate(**ONE), overflow),
      NonFiniteLogitsError),
+    ("no_token_allowed", run_out_of_tokens, StructuredOutputError),
     ("shut_down", ended, EngineShutdownError),
     # ---- pauses and sleep
     ("kv_in_use", while_held(lambda e: e.release_kv_cache()), EngineStateError),
