@@ -46,6 +46,10 @@ from sgljax_engine.types import (
 _ROWS_PER_ADMISSION = 16
 """Rows of a dispatch for each one that may end early: dispatches cost time, and so do idle rows."""
 
+_GUIDED_STEPS = 4
+"""Most steps of a dispatch in which a row follows a grammar. Such a row takes one step: the others
+hold it up, and dispatches of fewer steps cost these more."""
+
 
 @dataclasses.dataclass(slots=True)
 class _Prefill:
@@ -267,8 +271,11 @@ class Scheduler:
     ) -> int:
         """Most decode steps of a dispatch with this many rows, these requests included."""
         num_steps = self.pacer.num_steps(num_rows, prefill_tokens)
-        if any(request.is_watched for request in requests):
-            return min(num_steps, self._config.stream_interval)
+        for request in requests:
+            if request.is_watched:
+                num_steps = min(num_steps, self._config.stream_interval)
+            if request.guide is not None:
+                num_steps = min(num_steps, _GUIDED_STEPS)
         return num_steps
 
     @property
