@@ -643,8 +643,8 @@ class Engine:
                 min_new_tokens: three or more for each batch bucket.
             include_masks: Also compile programs for `return_sampling_mask`: two for each batch
                 bucket.
-            include_grammars: Also compile programs for `structured_outputs`: one for each batch
-                bucket.
+            include_grammars: Also compile programs for `structured_outputs`: one or two for each
+                batch bucket.
 
         Raises:
             EngineStateError: while the engine sleeps or has no weights.

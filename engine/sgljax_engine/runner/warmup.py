@@ -19,6 +19,7 @@ from sgljax_engine.runner.batches.sampling import (
     allowed_batch,
     build_sampling_batch,
     empty_table,
+    guided_buckets,
     mask_batch,
     table_buckets,
 )
@@ -129,8 +130,8 @@ def _row_options(
         yield RowOptions(empty_table(size, width, vocab_size))
     for most in SAMPLING_MASK_SIZES if "masks" in include else ():
         yield RowOptions(masks=mask_batch(np.full(size, most, np.int32)))
-    if "grammars" in include:
-        yield RowOptions(allowed=allowed_batch(size, vocab_size, row_tokens))
+    for count in guided_buckets(size) if "grammars" in include else ():
+        yield RowOptions(allowed=allowed_batch(count, size, vocab_size, row_tokens))
 
 
 def _decode_call(

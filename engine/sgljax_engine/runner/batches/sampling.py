@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from sgljax_engine.runner.batches.batch import grow_buckets, pick_bucket
-from sgljax_engine.sampling.allowed import WORD_BITS, AllowedBatch
+from sgljax_engine.sampling.allowed import NO_LIMIT, WORD_BITS, AllowedBatch
 from sgljax_engine.sampling.filters import KEEP_ALL, make_filters
 from sgljax_engine.sampling.logprobs import LogprobBatch
 from sgljax_engine.sampling.masks import MaskBatch
@@ -183,20 +183,29 @@ def build_allowed_batch(
     requests: Sequence[Request], size: int, vocab_size: int, row_tokens: int
 ) -> AllowedBatch | None:
     """What grammars allow, for each of `row_tokens` tokens of a step; None without grammars."""
-    if all(request.guide is None for request in requests):
+    guided = [row for row, request in enumerate(requests) if request.guide is not None]
+    if not guided:
         return None
-    batch = allowed_batch(size, vocab_size, row_tokens)
-    for row, request in enumerate(requests):
-        if request.guide is not None:
-            allowed = request.guide.allowed
-            num_tokens = min(len(allowed.words), row_tokens)
-            batch.words[row, :num_tokens] = allowed.words[:num_tokens]
-            batch.num_steps[row] = allowed.num_steps
+    count = pick_bucket(guided_buckets(size), len(guided))
+    batch = allowed_batch(count, size, vocab_size, row_tokens)
+    for place, row in enumerate(guided):
+        guide = requests[row].guide
+        assert guide is not None
+        num_tokens = min(len(guide.allowed.words), row_tokens)
+        batch.rows[place] = row
+        batch.words[place, :num_tokens] = guide.allowed.words[:num_tokens]
+        batch.num_steps[row] = guide.allowed.num_steps
     return batch
 
 
-def allowed_batch(size: int, vocab_size: int, row_tokens: int) -> AllowedBatch:
-    """The batch of rows that may generate any token."""
-    words: Any = np.full((size, row_tokens, -(-vocab_size // WORD_BITS)), 0xFFFFFFFF, np.uint32)
-    num_steps: Any = np.full(size, np.iinfo(np.int32).max, np.int32)
-    return AllowedBatch(words, num_steps)
+def guided_buckets(size: int) -> tuple[int, ...]:
+    """Numbers of rows with a grammar in a batch."""
+    return grow_buckets(8, 8, size)
+
+
+def allowed_batch(count: int, size: int, vocab_size: int, row_tokens: int) -> AllowedBatch:
+    """Room for `count` rows with a grammar, all of which may generate any token."""
+    rows: Any = np.full(count, size, np.int32)
+    words: Any = np.full((count, row_tokens, -(-vocab_size // WORD_BITS)), 0xFFFFFFFF, np.uint32)
+    num_steps: Any = np.full(size, NO_LIMIT, np.int32)
+    return AllowedBatch(rows, words, num_steps)

@@ -42,7 +42,7 @@ from sgljax_engine.runner.programs.drafts import (
 )
 from sgljax_engine.runner.programs.prefill import with_routed
 from sgljax_engine.runner.programs.recur import accept, row_recur, verify_recur
-from sgljax_engine.sampling.allowed import AllowedBatch, forbid_others
+from sgljax_engine.sampling.allowed import NO_LIMIT, AllowedBatch, forbid_others
 from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch
 from sgljax_engine.sampling.masks import MaskBatch
 from sgljax_engine.sampling.sampler import Sampled, SamplingBatch, sample
@@ -397,12 +397,37 @@ class _Run(NamedTuple):
 
                 table = lax.fori_loop(0, self.width - 1, add, table)
             adjusted = adjust_logits(logits, table, sampling.stop_ids, sampling.step + offset)
-        if self.options.allowed is not None:
-            words = self.options.allowed.words
-            words = words.reshape(-1, words.shape[2])
-            adjusted = forbid_others(logits if adjusted is None else adjusted, words)
         shards, sampler = static.num_vocab_shards, static.sampler
-        return sample(logits, sampling, offset, adjusted, shards, sampler, others, masks)
+        sampled = sample(logits, sampling, offset, adjusted, shards, sampler, others, masks)
+        allowed = self.options.allowed
+        if allowed is None:
+            return sampled
+        places = allowed.places
+
+        def follow() -> Sampled:
+            """Draws the rows with a grammar once more, alone: a row does not depend on others."""
+            words = allowed.words.reshape(len(places), -1)
+            logits_, sampling_, offset_, choices, others_, masks_ = jax.tree.map(
+                lambda x: jnp.take(x, places, axis=0, mode="clip"),
+                (
+                    logits,
+                    sampling,
+                    offset,
+                    logits if adjusted is None else adjusted,
+                    None if others is None else others.token_ids,
+                    None if masks is None else masks.most,
+                ),
+            )
+            if others is not None:
+                others_ = others._replace(token_ids=others_)
+            if masks is not None:
+                masks_ = masks._replace(most=masks_)
+            choices = forbid_others(choices, words)
+            drawn = sample(logits_, sampling_, offset_, choices, shards, sampler, others_, masks_)
+            return jax.tree.map(lambda x, new: x.at[places].set(new, mode="drop"), sampled, drawn)
+
+        goes_on = jnp.any(self.is_active(carry) & (allowed.num_steps < NO_LIMIT))
+        return lax.cond(goes_on, follow, lambda: sampled)
 
     def keep(self, carry: _Carry, sampled: Sampled, active: jax.Array) -> _Kept:
         """Keeps a row's tokens up to the first that its draft differs from, or that ends it."""
