@@ -298,7 +298,7 @@ FOREIGN_FIELDS = foreign_fields(
         ("streamed text holds back no more than it must", "output_text_buffer_length"),
         (
             "use structured_outputs, with one of json, json_object, regex, choice and grammar",
-            "guided_decoding json_schema regex ebnf structural_tag",
+            "structural_tag",
         ),
         ("every option has a name of its own", "extra_args custom_params"),
         ("use bad_token_ids, single tokens", "bad_words _bad_words_token_ids bad_words_ids"),
@@ -350,7 +350,6 @@ FOREIGN_FIELDS = foreign_fields(
         ("use the argument return_logprob of generate", "return_logprobs"),
         ("it is an argument of generate", "stream prompt"),
         ("it is an option of the engine", "stream_interval"),
-        ("it is called max_thinking_tokens here", "thinking_token_budget"),
         ("it is not implemented", "watermarking"),
     ),
     neutral={
@@ -365,7 +364,6 @@ FOREIGN_FIELDS = foreign_fields(
         "typical_p": (1.0,),
         "top_logprobs": (0,),
         "routed_experts_prompt_start": (0,),
-        "thinking_token_budget": (-1,),
     },
     false_asks=("do_sample",),
 )

@@ -26,7 +26,7 @@ SEED_ROWS = """
 n best_of _real_n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k
 min_p seed stop stop_token_ids ignore_eos max_tokens min_tokens logprobs prompt_logprobs detokenize
 skip_special_tokens spaces_between_special_tokens logits_processors include_stop_str_in_output
-truncate_prompt_tokens output_kind output_text_buffer_length guided_decoding logit_bias
+truncate_prompt_tokens output_kind output_text_buffer_length structured_outputs logit_bias
 allowed_token_ids extra_args bad_words _bad_words_token_ids max_new_tokens min_new_tokens
 """
 
@@ -434,7 +434,7 @@ class TestRefused:
 
     @pytest.mark.parametrize(
         ("name", "value"),
-        [("do_sample", False), ("best_of", True), ("stop_regex", ["", "a"]), ("regex", "a*")],
+        [("do_sample", False), ("best_of", True), ("stop_regex", ["", "a"]), ("bad_words", ["a"])],
     )
     def test_what_asks_for_something(self, name, value):
         with pytest.raises(InvalidRequestError, match=f"sampling field {name}="):

@@ -204,12 +204,12 @@ GENERATE = _foreign(
 
 _BOTH = _same_as_in_process(
     "best_of use_beam_search length_penalty beam_width structural_tag "
-    "json_schema regex ebnf stop_regex no_stop_trim bad_words logits_processors "
+    "stop_regex no_stop_trim bad_words logits_processors "
     "truncate_prompt_tokens repetition_detection custom_params extra_args watermarking"
 ) | _foreign(
     (
         NO_GRAMMAR,
-        "guided_json guided_regex guided_choice guided_grammar guided_decoding_backend "
+        "json_schema regex ebnf guided_json guided_regex guided_choice guided_grammar guided_decoding_backend "
         "guided_whitespace_pattern",
     ),
     (_EDITS, "custom_logit_processor"),
