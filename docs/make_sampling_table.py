@@ -163,10 +163,6 @@ adapters and int8 weights are refused.
 - A request that keeps keys of older weights (`in_place`) depends on the time of the update.
 - Equal weights give equal bits. `Engine.find_differing_weights(source)` and
   `SglJaxRollout.find_differing_weights(state)` name weights that differ from their source.
-
-The JIT-compiled kernels add in one order, whatever the number of tokens: products along their
-inputs, attention over spans of 256 keys, norms by the number of channels, recurrent states token by
-token, sampling over blocks of 128 of the vocabulary.
 """
 
 
