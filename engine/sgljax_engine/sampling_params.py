@@ -298,18 +298,7 @@ class SamplingParams:
             InvalidRequestError: for an unknown key, with the nearest known one; for one of
                 `FOREIGN_FIELDS` that asks for something, with what to do instead.
         """
-        if not isinstance(fields, Mapping):
-            raise InvalidRequestError(
-                f"sampling_params must be a dict or SamplingParams, got {type(fields).__name__}"
-            )
-        given: dict[str, Any] = {}
-        for name, value in with_own_names(fields).items():
-            foreign = FOREIGN_FIELDS.get(name)
-            if value is None and name in cls.__slots__:
-                continue
-            if foreign is None or not foreign.asks_for_nothing(value):
-                given[name] = value
-        return cls(**given)
+        return cls(**_own_fields(fields))
 
     def override(self, given: Mapping[str, Any]) -> SamplingParams:
         """The parameters of a request whose client was promised these as defaults.
@@ -322,22 +311,65 @@ class SamplingParams:
         Raises:
             InvalidRequestError: as `from_dict`.
         """
-        given = {name: value for name, value in given.items() if value is not None}
+        given = _own_fields(given)
         base = dataclasses.asdict(self)
-        most, least = given.get("max_new_tokens"), given.get("min_new_tokens")
-        if isinstance(most, int) and least is None:
+        most, least = (_as_int(given.get(name)) for name in ("max_new_tokens", "min_new_tokens"))
+        if most is not None and "min_new_tokens" not in given:
             base["min_new_tokens"] = min(base["min_new_tokens"], max(most, 0))
-        if isinstance(least, int) and most is None and base["max_new_tokens"] is not None:
-            base["max_new_tokens"] = max(base["max_new_tokens"], least)
-        if given.get("detokenize") is False:
-            base["stop"] = ()
+        if least is not None and "max_new_tokens" not in given and self.max_new_tokens is not None:
+            base["max_new_tokens"] = max(self.max_new_tokens, least)
         if "allowed_token_ids" in given:
             base["bad_token_ids"] = ()
-        return SamplingParams.from_dict(base | given)
+        for name, other in _CONTRARY:
+            neutral = SamplingParams.__dataclass_fields__[other].default
+            if name in given and other not in given and base[other] != neutral:
+                try:
+                    SamplingParams(**{name: given[name], other: base[other]})
+                except InvalidRequestError:
+                    base[other] = neutral
+        return SamplingParams(**base | given)
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as a dict that `from_dict` accepts."""
         return dataclasses.asdict(self)
+
+
+_CONTRARY = (
+    ("return_sampling_mask", "top_k"),
+    ("top_k", "return_sampling_mask"),
+    ("detokenize", "stop"),
+    ("stop", "detokenize"),
+    ("bad_token_ids", "allowed_token_ids"),
+    ("structured_outputs", "ignore_eos"),
+    ("ignore_eos", "structured_outputs"),
+    ("structured_outputs", "min_new_tokens"),
+    ("min_new_tokens", "structured_outputs"),
+)
+"""Given fields, and those whose defaults may contradict them."""
+
+
+def _own_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that ask for something, by the names here."""
+    if not isinstance(fields, Mapping):
+        raise InvalidRequestError(
+            f"sampling_params must be a dict or SamplingParams, got {type(fields).__name__}"
+        )
+    own: dict[str, Any] = {}
+    for name, value in with_own_names(fields).items():
+        foreign = FOREIGN_FIELDS.get(name)
+        if value is None and name in SamplingParams.__slots__:
+            continue
+        if foreign is None or not foreign.asks_for_nothing(value):
+            own[name] = value
+    return own
+
+
+def _as_int(value: Any) -> int | None:
+    """The number, if it is one."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def _check_names(fields: Mapping[str, Any]) -> None:

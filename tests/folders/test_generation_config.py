@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +17,8 @@ from transformers import GenerationConfig
 from sgljax_engine import InvalidConfigError, InvalidRequestError, SamplingParams, load_model_config
 from sgljax_engine.processing import generation_defaults
 from sgljax_engine.processing.generation_defaults import read_generation_defaults
+from sgljax_engine.sampling_params import _SWITCHES as SWITCHES
+from sgljax_engine.structured_outputs import with_own_names
 from tests.engine.models import TINY
 from tests.engine.small_tokenizers import GOLDEN
 from tests.folders import generation_cases as cases
@@ -150,6 +155,59 @@ DEFAULTS = SamplingParams(
 )
 def test_defaults_give_way_to_what_a_request_brings(given, changed):
     assert DEFAULTS.override(given) == dataclasses.replace(DEFAULTS, **changed)
+
+
+VALID: tuple[dict[str, Any], ...] = (
+    *({"n": n} for n in (1, 3)),
+    *({"temperature": t} for t in (0.0, 0.7)),
+    *({"top_k": k} for k in (-1, 0, 20, 512, 513, np.int64(9000))),
+    {"top_p": 0.9},
+    {"min_p": 0.1},
+    {"presence_penalty": 1.0},
+    {"frequency_penalty": -1.0},
+    {"repetition_penalty": 1.2},
+    {"logit_bias": {3: -100.0}},
+    *({"allowed_token_ids": ids} for ids in ([3], (3, 4))),
+    *({"bad_token_ids": ids} for ids in ((), (3,), [3, 4])),
+    {"seed": 5},
+    *({"max_new_tokens": most} for most in (0, 2, 40, np.int64(2))),
+    *({"min_new_tokens": least} for least in (0, 3, 30, np.int32(30))),
+    *({"stop": stop} for stop in ("x", [], ["a", "b"])),
+    {"stop_token_ids": [7]},
+    {"reasoning_tags": ("<a>", "</a>")},
+    {"max_thinking_tokens": 4, "reasoning_tags": ("<b>", "</b>")},
+    *({"structured_outputs": kind} for kind in ({"regex": "a+"}, {"json_object": True})),
+    {"json_schema": {"type": "object"}},
+    *({name: is_on} for name in SWITCHES for is_on in (False, True)),
+)
+"""Each is valid alone; all fields are among them."""
+
+
+def test_a_default_is_never_why_a_request_fails():
+    """What is valid without defaults is valid with any, and stays as it is."""
+
+    @functools.cache
+    def made(*case: int) -> SamplingParams | None:
+        try:
+            return SamplingParams.from_dict(fields_of(case))
+        except InvalidRequestError:
+            return None
+
+    def fields_of(case: tuple[int, ...]) -> dict[str, Any]:
+        return {name: value for index in case for name, value in VALID[index].items()}
+
+    names = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert names | {"json_schema"} == fields_of(tuple(range(len(VALID)))).keys()
+    pairs = itertools.product(range(len(VALID)), repeat=2)
+    drawn = np.random.default_rng(0).integers(len(VALID), size=(400, 4)).tolist()
+    for case in (*pairs, *drawn):
+        half = len(case) // 2
+        defaults, given, alone = made(*case[:half]), fields_of(case[half:]), made(*case[half:])
+        if defaults is None or alone is None:
+            continue
+        found = defaults.override(given)
+        for name in with_own_names(given):
+            assert getattr(found, name) == getattr(alone, name), (case, name)
 
 
 def test_what_a_request_brings_is_still_checked():

@@ -28,7 +28,7 @@ def first_tokens():
 def served(tmp_path_factory, first_tokens):
     """A folder that suppresses the first, takes the likeliest of the rest, and wants 3 tokens."""
     folder = shutil.copytree(FOLDER, tmp_path_factory.mktemp("defaults") / "model")
-    fields = {"suppress_tokens": first_tokens[:1], "top_p": 0, "min_new_tokens": 3}
+    fields = {"suppress_tokens": first_tokens[:1], "top_k": 900, "top_p": 0, "min_new_tokens": 3}
     (folder / "generation_config.json").write_text(json.dumps({**fields, "eos_token_id": [1, 4]}))
     with Engine(folder, **SMALL) as engine, serving(engine) as served:
         yield served
@@ -44,6 +44,16 @@ def test_openai_with_fewer_tokens_than_the_folders_minimum(served, first_tokens)
     body = {"prompt": PROMPT, "max_tokens": 1, "return_token_ids": True}
     (choice,) = served.ok("/v1/completions", body)["choices"]
     assert choice["token_ids"] == first_tokens[1:]
+
+
+def test_masks_of_fewer_tokens_than_the_folders_top_k(served, first_tokens):
+    body = {"prompt": PROMPT, "max_tokens": 1, "return_sampling_mask": True}
+    (choice,) = served.ok("/v1/completions", body)["choices"]
+    assert choice["sampling_mask"] == {"token_ids": first_tokens[1:], "offsets": [0, 1]}
+    out = served.ok("/generate", {"input_ids": PROMPT, "return_sampling_mask": True})
+    assert out["meta_info"]["output_token_sampling_mask"][0] == first_tokens[1:]
+    body = {"input_ids": PROMPT, "return_sampling_mask": True, "sampling_params": {"top_k": 900}}
+    assert "top_k must be at most 512" in served.post("/generate", body).text
 
 
 def test_generate_without_parameters(served, first_tokens):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, ClassVar
 
@@ -133,9 +132,8 @@ class _GenerateAnswer:
         self._body = body
         self._texts = context.token_texts
         prompts, is_single = _prompts(engine, body)
-        params = _params(engine, body.sampling_params, prompts)
-        if body.return_sampling_mask:
-            params = [dataclasses.replace(each, return_sampling_mask=True) for each in params]
+        beside = {"return_sampling_mask": True} if body.return_sampling_mask else {}
+        params = _params(engine, body.sampling_params, prompts, beside)
         self._is_single = is_single and params[0].n == 1
         rids = [body.rid] if isinstance(body.rid, str) else body.rid
         self.job = Job(
@@ -210,11 +208,14 @@ def _adapter(context: ServerContext, body: GenerateReqInput) -> Any:
     return body.lora_path or named or context.config.lora
 
 
-def _params(engine: Engine, given: Any, prompts: list[list[int]]) -> list[SamplingParams]:
+def _params(
+    engine: Engine, given: Any, prompts: list[list[int]], beside: dict[str, Any]
+) -> list[SamplingParams]:
+    """The parameters of each prompt, with fields that are given beside them."""
     if given is None:
-        return [_default_params(engine, len(ids)) for ids in prompts]
+        return [_default_params(engine, len(ids)).override(beside) for ids in prompts]
     each: list[SGLangSampling] = _each("sampling_params", given, len(prompts))
-    return [SamplingParams().override(fields.given()) for fields in each]
+    return [SamplingParams().override(fields.given() | beside) for fields in each]
 
 
 def _default_params(engine: Engine, num_prompt_tokens: int) -> SamplingParams:
