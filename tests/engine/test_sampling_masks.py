@@ -25,7 +25,7 @@ from tests.geometry import CHUNKED, RETRACTING
 from tests.tiers import tiered
 
 SMALL_MASK = 64
-VOCABULARIES = (40, 1024, 5120)
+VOCABULARIES = (40, 1024, 9216)
 
 
 @functools.partial(jax.jit, static_argnames=("sampler", "num_shards"))
@@ -125,6 +125,22 @@ def test_rows_without_masks_keep_their_bits(sampler):
         out = jax.device_get(draw(jnp.asarray(case.logits), case.rows(), mask_batch(most), sampler))
         for name in ("token", "logprob", "scaled_logprob", "processed_logprob"):
             np.testing.assert_array_equal(getattr(out, name)[4:], getattr(plain, name)[4:])
+
+
+def test_masks_do_not_depend_on_their_size_beside_them(sampler):
+    """Small masks, ties among them, are searched for alone, or with large ones of other rows."""
+    num_small = 0
+    for case in random_cases(7, 96, (9216,)):
+        case = case._replace(top_k=np.minimum(case.top_k, MAX_SAMPLING_MASK))
+        most = np.full(len(case.logits), MAX_SAMPLING_MASK, np.int32)
+        together = draw(jnp.asarray(case.logits), case.rows(), mask_batch(most), sampler)
+        masks = np.asarray(together.mask)
+        is_small = np.count_nonzero(masks >= 0, axis=1) <= SMALL_MASK
+        most[~is_small] = KEEP_ALL
+        alone = draw(jnp.asarray(case.logits), case.rows(), mask_batch(most), sampler)
+        np.testing.assert_array_equal(np.asarray(alone.mask)[is_small], masks[is_small])
+        num_small += is_small.sum()
+    assert 20 < num_small < 80
 
 
 @pytest.mark.slow

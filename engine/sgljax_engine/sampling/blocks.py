@@ -15,7 +15,7 @@ BLOCK = 128
 NUM_SORTED = 64
 """Number of largest logits to sort: enough for usual settings of top-k and top-p."""
 
-_GROUP = 16
+GROUP = 16
 """Size of the groups of entries that compete by their largest in the search for large logits."""
 
 
@@ -73,21 +73,21 @@ def largest(
         tokens may have been left out.
     """
     batch, vocab_size = values_BV.shape
-    if vocab_size < count * _GROUP:
+    if vocab_size < count * GROUP:
         values, tokens = lax.top_k(values_BV, min(count, vocab_size))
         return values, tokens.astype(jnp.int32)
-    padded = _padded_shards(values_BV, _GROUP, -jnp.inf, num_shards)
-    grouped = padded.reshape(batch, num_shards, _GROUP, -1)
+    padded = _padded_shards(values_BV, GROUP, -jnp.inf, num_shards)
+    grouped = padded.reshape(batch, num_shards, GROUP, -1)
     num_groups = grouped.shape[3]
     maxima = jnp.max(grouped, axis=2)
     groups = lax.top_k(maxima.reshape(batch, -1), count)[1].astype(jnp.int32)
     first = groups // num_groups * (vocab_size // num_shards) + groups % num_groups
-    member = jnp.arange(_GROUP, dtype=jnp.int32) * num_groups
+    member = jnp.arange(GROUP, dtype=jnp.int32) * num_groups
     if num_shards == 1:
         entries = jnp.take_along_axis(grouped[:, 0], groups[:, None, :], axis=2)
         tokens = first[:, None, :] + member[None, :, None]
     else:
-        by_group = grouped.swapaxes(2, 3).reshape(batch, -1, _GROUP)
+        by_group = grouped.swapaxes(2, 3).reshape(batch, -1, GROUP)
         entries = jnp.take_along_axis(by_group, groups[:, :, None], axis=1)
         tokens = first[:, :, None] + member[None, None]
     values, index = lax.top_k(entries.reshape(batch, -1), count)

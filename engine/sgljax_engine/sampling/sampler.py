@@ -113,9 +113,9 @@ def sample(
     found = sampler.logprobs(logits_BV, token, rows.temperature, others)
     raw = found.raw
     if masks is not None:
-        mask = find_mask(choices_BV, drawn.least, masks.ranks.shape[0], num_shards)
-        is_empty = (mask[:, 0] < 0) & (rows.temperature > 0)
-        raw = jnp.where(is_empty & (masks.most < KEEP_ALL), jnp.nan, raw)
+        most = jnp.where(rows.temperature > 0, masks.most, KEEP_ALL)
+        mask = find_mask(choices_BV, drawn.least, most, masks.ranks.shape[0], num_shards)
+        raw = jnp.where((mask[:, 0] < 0) & (most < KEEP_ALL), jnp.nan, raw)
     if adjusted_BV is not None:  # the model's logits may be finite where all allowed ones are not
         raw = jnp.where(jnp.isfinite(pick(choices_BV, token)), raw, jnp.nan)
     return Sampled(token, raw, found.scaled, drawn.processed_logprob, found.extras, mask)
