@@ -16,11 +16,11 @@ from absl import logging
 logging.set_verbosity(logging.ERROR)
 import jax
 from jax.sharding import Mesh
-from tunix.rl.grpo.grpo_learner import GRPOLearner
 from tunix.rl.rl_cluster import RLCluster, Role
 from sgljax_engine import InvalidConfigError
 from tests import inside
 from tests.adapter import grpo_parts as parts
+from tests.adapter.test_replay import TRUNCATED, Run, grpo
 from tests.geometry import SMALL
 from tunix_sgljax import SglJaxRollout
 
@@ -29,19 +29,24 @@ assert len(devices) == 4
 trainer = Mesh(devices[:2].reshape(2, 1), ("fsdp", "tp"))
 sampler = Mesh(devices[2:].reshape(1, 2), ("fsdp", "tp"))
 meshes = {Role.ACTOR: trainer, Role.REFERENCE: trainer, Role.ROLLOUT: sampler}
-engine = functools.partial(SglJaxRollout, **SMALL)
-config = parts.rollout_config(tensor_parallel_size=2)
-made = parts.make_parts(meshes=meshes, rollout_engine=engine, rollout_config=config)
-cluster = RLCluster(**made.arguments)
+config = parts.rollout_config(tensor_parallel_size=2, **TRUNCATED)
+run = Run(functools.partial(grpo, replay="support"), meshes=meshes, rollout_config=config)
+cluster = run.cluster
 assert cluster.rollout.mesh is sampler
-GRPOLearner(cluster, parts.grpo_config(), parts.reward).train(parts.list_batches())
+run.learner.train(parts.list_batches())
 parts.check_trained(cluster)
 core = inside.core(cluster.rollout.engine)
 weight = core.runner.weights["model.layers.0.mlp.up_proj.weight"]
 assert weight.devices() == set(devices[2:])
 assert weight.addressable_shards[0].data.size * 2 == weight.size
 cluster.rollout.close()
+assert run.reference_error() < 3e-5
+ratios = run.log_ratios()
+assert len(ratios) > 50
+assert np.abs(ratios).mean() < 1e-4, np.abs(ratios).mean()
 
+engine = functools.partial(SglJaxRollout, **SMALL)
+made = parts.make_parts(meshes=meshes, rollout_engine=engine, rollout_config=config)
 config.tensor_parallel_size = 4
 try:
     RLCluster(**made.arguments)

@@ -20,6 +20,7 @@ from tunix.rl.rl_cluster import RLCluster, Role
 from tunix.rl.utils import create_critic_model
 
 from sgljax_engine import InvalidConfigError
+from tests import lora_models
 from tests import tunix_reference as ref
 from tests.adapter import agentic_parts
 from tests.adapter.grpo_parts import (
@@ -44,6 +45,7 @@ from tunix_sgljax import (
     SglJaxRollout,
     mismatch_report,
 )
+from tunix_sgljax import RLCluster as OurCluster
 from tunix_sgljax.exactness.masked_model import masked_model
 from tunix_sgljax.padding import pad_masks
 
@@ -78,7 +80,9 @@ def over_masks(logits: np.ndarray, example: Any) -> np.ndarray:
 class Run:
     """A training, its examples, and the policy before each step."""
 
-    def __init__(self, make_learner, *, options=None, sampling=None, **changes):
+    def __init__(
+        self, make_learner, *, options=None, sampling=None, cluster=RLCluster, actor=None, **changes
+    ):
         self.examples: list[Any] = []
         self.steps: list[int] = []
         self.policies: dict[int, Any] = {}
@@ -88,7 +92,12 @@ class Run:
             "rollout_engine": functools.partial(SglJaxRollout, **SMALL, **(options or {})),
             **changes,
         }
-        self.cluster: Any = RLCluster(**make_parts(max_steps=2 * NUM_STEPS, **changes).arguments)
+        arguments = make_parts(max_steps=2 * NUM_STEPS, **changes).arguments
+        if actor is not None:
+            arguments["actor"] = actor(arguments["reference"])
+        if cluster is not RLCluster:
+            arguments["reference"] = None
+        self.cluster: Any = cluster(**arguments)
         self.learner = make_learner(self.cluster)
         update = self.cluster.update_actor
 
@@ -109,15 +118,24 @@ class Run:
             self.cluster.rollout.close()
         return self
 
-    def log_ratios(self) -> np.ndarray:
+    def log_ratios(self, model: Any = None) -> np.ndarray:
         """The log-ratio of each trained token, before the first update of its step."""
-        model, found = ref.make_tunix_qwen3(MODEL), []
+        model, found = model or ref.make_tunix_qwen3(MODEL), []
         for example, step in zip(self.examples, self.steps, strict=True):
             nnx.update(model, jax.tree.map(jnp.asarray, self.policies[step]))
             current = over_masks(all_logits(model, example), example)
             is_sampled = ~np.isnan(current) & np.asarray(example.completion_mask).astype(bool)
             found.append((current - np.asarray(example.old_per_token_logps))[is_sampled])
         return np.concatenate(found)
+
+    def reference_error(self) -> float:
+        """How far the reference's log-probs are from those over the masks, at most."""
+        reference, errors = ref.make_tunix_qwen3(MODEL), []
+        for example in self.examples:
+            expected = over_masks(all_logits(reference, example), example)
+            found = np.asarray(example.ref_per_token_logps)
+            errors.append(np.abs(found - expected)[~np.isnan(expected)])
+        return float(np.concatenate(errors).max())
 
 
 def grpo(cluster, *, replay="auto", **changes):
@@ -181,12 +199,24 @@ def test_off_is_tunix_learner():
 
 
 def test_the_references_log_probs_are_over_the_masks(replayed):
-    reference = ref.make_tunix_qwen3(MODEL)
-    for example in replayed.examples:
-        expected = over_masks(all_logits(reference, example), example)
-        found = np.asarray(example.ref_per_token_logps)
-        is_masked = ~np.isnan(expected)
-        assert np.abs(found - expected)[is_masked].max() < 3e-5
+    assert replayed.reference_error() < 3e-5
+
+
+def with_pairs(base: Any) -> Any:
+    return lora_models.add_pairs(base, lora_models.RULES["mlp"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", [RLCluster, OurCluster])
+def test_lora_actors_replay(cluster):
+    """Without a reference model it is the actor without its pairs, which learn and are not it."""
+    run = Run(grpo, cluster=cluster, actor=with_pairs, options={"lora": "adapter"}).train()
+    assert run.reference_error() < 3e-5
+    model = with_pairs(ref.make_tunix_qwen3(MODEL))
+    assert np.abs(run.log_ratios(model)).mean() < 1e-4
+    last = run.examples[-1]
+    current = over_masks(all_logits(model, last), last)
+    assert np.nanmax(np.abs(current - np.asarray(last.ref_per_token_logps))) > 1e-2
 
 
 def test_the_loss_sees_the_masks(replayed):

@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 REPLAY = ("auto", "support", "off")
 """Values of a learner's `replay`."""
 
-_REFERENCE = tunix_cluster.Role.REFERENCE
-
 
 class Replay:
     """Sampling replay of one learner.
@@ -115,16 +113,22 @@ class Replay:
         return fields
 
     def _reference_logps(self, example: Any, masks_BCN: np.ndarray) -> jax.Array:
-        """The reference's log-probs [B, C] over the masks."""
-        cluster = self._cluster
-        model = cluster.inference_worker.get_model("reference")
+        """The reference's log-probs [B, C] over the masks; without one, a LoRA actor's base's."""
+        cluster, role = self._cluster, tunix_cluster.Role.REFERENCE
+        model = _reference_of(cluster)
+        if model is None:
+            model, role = cluster.actor_trainer.model, tunix_cluster.Role.ACTOR
         config = cluster.get_rollout_config(mode=tunix_cluster.Mode.TRAIN)
         num_rows = len(masks_BCN)
         size = cluster.cluster_config.training_config.compute_logps_micro_batch_size or num_rows
-        with cluster._get_mesh_and_logical_axis_rules_cm(_REFERENCE):
-            cluster._maybe_load_model_from_cpu(model, _REFERENCE)
+        with cluster._get_mesh_and_logical_axis_rules_cm(role):
+            cluster._maybe_load_model_from_cpu(model, role)
+            graphdef, pairs, rest = nnx.split(model, nnx.LoRAParam, ...)
+            if role == tunix_cluster.Role.ACTOR:
+                pairs = jax.tree.map(jnp.zeros_like, pairs)
             logps_BC = trainer_logps(
-                *nnx.split(model),
+                graphdef,
+                nnx.merge_state(pairs, rest),
                 np.asarray(example.prompt_ids),
                 np.asarray(example.completion_ids),
                 pad_id=self.rollout.pad_id(),
@@ -133,7 +137,7 @@ class Replay:
                 batch_size=min(size, num_rows),
                 masks_BCN=masks_BCN,
             )
-            cluster._maybe_offload_model_to_cpu(model, _REFERENCE)
+            cluster._maybe_offload_model_to_cpu(model, role)
         return jnp.asarray(logps_BC)
 
 
@@ -175,16 +179,14 @@ def _problem(
             "goes without RLTrainingConfig.max_seq_token_per_tpu, got "
             f"{training.max_seq_token_per_tpu}: packed sequences have no masks"
         )
-    if beta != 0.0 and not _has_reference(cluster):
-        return (
-            f"needs a reference model with beta={beta}: the frozen base scores whole vocabularies"
-        )
+    has_pairs = bool(nnx.state(cluster.actor_trainer.model, nnx.LoRAParam))
+    if beta != 0.0 and _reference_of(cluster) is None and not has_pairs:
+        return f"needs a reference model or a LoRA actor with beta={beta}"
     return ""
 
 
-def _has_reference(cluster: tunix_cluster.RLCluster) -> bool:
+def _reference_of(cluster: tunix_cluster.RLCluster) -> nnx.Module | None:
     try:
-        cluster.inference_worker.get_model("reference")
+        return cluster.inference_worker.get_model("reference")
     except ValueError:
-        return False
-    return True
+        return None
