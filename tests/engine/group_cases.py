@@ -51,6 +51,7 @@ from sgljax_engine.placement.submeshes import place
 from sgljax_engine.runner.serving_weights import ServingWeights
 from sgljax_engine.runner.warmup import warm_calls
 from tests import inside
+from tests.engine.filter_cases import Case, kept_in_float64
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.page_layouts import pack, unpack
 from tests.geometry import SMALL, WIDE
@@ -496,6 +497,57 @@ def scores() -> None:
                 np.testing.assert_allclose(a, b, atol=1e-5)
         assert engine.warmup() > 0
         assert engine.warmup() == 0
+
+
+def masks() -> None:
+    """Sampling masks on meshes, with drafts and without, are what float64 keeps."""
+    filters: list[dict[str, Any]] = [
+        {"top_k": 5},
+        {"top_p": 0.8, "temperature": 1.3},
+        {"min_p": 0.05, "top_k": 40},
+        {"top_k": 30, "top_p": 0.9},
+    ]
+    params = [
+        SamplingParams(
+            seed=seed, max_new_tokens=12, ignore_eos=True, return_sampling_mask=True, **settings
+        )
+        for seed, settings in enumerate(2 * filters)
+    ]
+    drafting = {"speculation": "always", "speculative_num_draft_tokens": 3}
+    found = []
+    for mesh in (None, mesh_of((4, 1), ("fsdp", "tp")), mesh_of((2, 2), ("fsdp", "tp"))):
+        for options in ({}, drafting) if mesh is not None else ({},):
+            with make(mesh, **options) as engine:
+                if options:
+                    engine.generate(input_ids=PROMPTS, sampling_params=params)  # drafts, next time
+                outs = engine.generate(
+                    input_ids=PROMPTS,
+                    sampling_params=params,
+                    return_logprob=True,
+                    top_logprobs_num=ONE.vocab_size,
+                )
+                num_accepted = [core.counters.num_accepted_history for core in inside.cores(engine)]
+                assert (sum(num_accepted) > 20) == bool(options), num_accepted
+            found.append([check_masks(*pair) for pair in zip(params, outs, strict=True)])
+    one, group, drafted_group, tensor, drafted_tensor = found
+    assert one == group == drafted_group
+    assert tensor == drafted_tensor
+
+
+def check_masks(params: SamplingParams, out: dict[str, Any]) -> list[set[int]]:
+    """The masks of an output, which are those of its raw log-probs in float64."""
+    meta = out["meta_info"]
+    masks = [set(mask) for mask in meta["output_token_sampling_mask"]]
+    raw = np.full((len(masks), ONE.vocab_size), -np.inf, np.float32)
+    for row, entries in zip(raw, meta["output_top_logprobs"], strict=True):
+        row[[token for _, token, _ in entries]] = [logprob for logprob, _, _ in entries]
+    top_k = params.top_k if params.top_k and params.top_k > 0 else ONE.vocab_size
+    settings = (params.temperature, top_k, params.top_p, params.min_p)
+    case = Case(raw, *(np.full(len(masks), value) for value in settings))
+    kept = [set(np.flatnonzero(kept_in_float64(case, row).mask)) for row in range(len(masks))]
+    assert masks == kept, params
+    assert all(token in mask for token, mask in zip(out["output_ids"], masks, strict=True))
+    return masks
 
 
 def checkpoints() -> None:

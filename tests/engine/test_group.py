@@ -15,7 +15,7 @@ from tests.devices import run_python
     [
         "sizes auto ids",
         pytest.param("moves routing faults scores checkpoints gpu_kernel", marks=pytest.mark.slow),
-        pytest.param("meshes", marks=pytest.mark.slow),
+        pytest.param("meshes masks", marks=pytest.mark.slow),
         pytest.param("other_meshes tpu_kernel flops", marks=pytest.mark.soak),
     ],
 )

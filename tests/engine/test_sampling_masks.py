@@ -17,6 +17,7 @@ from sgljax_engine.runner.batches.sampling import mask_batch
 from sgljax_engine.sampling.filters import KEEP_ALL
 from sgljax_engine.sampling.sampler import Sampled, SamplingBatch, sample
 from sgljax_engine.sampling_params import MAX_SAMPLING_MASK
+from tests import inside
 from tests.devices import run_python
 from tests.engine import models
 from tests.engine.filter_cases import Case, kept_in_float64, random_cases
@@ -241,8 +242,11 @@ def test_reporting_changes_no_token(engine):
 def test_masks_survive_retraction_and_drafts(engine, speculation):
     expected = list(map(masks_of, generate(engine, return_sampling_mask=True)))
     with make(**RETRACTING, speculation=speculation) as other:
-        outs = generate(other, return_sampling_mask=True)
-        assert list(map(masks_of, outs)) == expected
+        for _ in range(2):  # what was sampled first is drafted the second time
+            outs = generate(other, return_sampling_mask=True)
+            assert list(map(masks_of, outs)) == expected
+        num_accepted = inside.core(other).counters.num_accepted_history
+        assert (num_accepted > 20) == (speculation == "always")
 
 
 def test_pieces_of_a_stream_have_their_masks(engine):
