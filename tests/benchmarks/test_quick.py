@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks.interruption import interruptions
-from benchmarks.throughput import hybrid, long_tail, over_sampling, sampling_table
+from benchmarks.throughput import hybrid, long_tail, over_sampling, sampling_masks, sampling_table
 
 QUICK_COMPILE = "that the benchmark runs and what it writes, not its numbers"
 
@@ -52,6 +52,12 @@ def test_over_sampling(tmp_path):
     training = data["trainings"]["plain"]["0"]
     assert len(training["rewards"]) == len(training["ends_s"]) == len(training["waits_s"]) == 4
     assert training["ends_s"] == sorted(training["ends_s"])
+
+
+@pytest.mark.soak
+def test_sampling_masks(tmp_path):
+    runs = written(sampling_masks.main, tmp_path, "sampling_masks", "--pairs", "1")["runs"]
+    assert len(runs) == 2 * len(sampling_masks.FILTERS)
 
 
 @pytest.mark.soak
