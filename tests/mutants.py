@@ -187,7 +187,7 @@ MUTANTS = (
     Mutant("fresh-state-copied-too-soon", "states", f"{_ENGINE}/cache/states.py",
            "source = self._fresh.get(page, kept.slot)",
            "source = kept.slot",
-           ("tests/engine/test_kept_states.py",),
+           ("tests/engine/test_state_hits.py", "tests/engine/test_kept_states.py"),
            "samples of a prompt start from a state that is not computed yet"),
     Mutant("sleep-forgets-a-page", "states", f"{_ENGINE}/runner/sleep.py",
            "self._kv_memory.save_pages(self._pool.used_pages, ",

@@ -142,6 +142,15 @@ def test_requests_one_after_another_hit_what_the_policy_keeps(seed):
         kept.note(prompt, request.tokens(0, request.kv_len))
 
 
+@pytest.mark.parametrize("length", [2, 9, 30])
+def test_samples_go_on_from_the_state_that_the_same_dispatch_computes(length):
+    """The device refuses a copy from a slot that is written at the same time."""
+    hybrid = Hybrid()
+    requests = hybrid.run([list(range(2, 2 + length))] * 5, 3)
+    assert [request.num_cached for request in requests] == [0] + [length - 1] * 4
+    assert hybrid.device.num_prefilled == length - 1
+
+
 @pytest.mark.parametrize("seed", tiered(range(20), fast=[0], slow=[]))
 def test_requests_together_hit_in_pools_of_any_size(seed):
     """What they go on from is theirs, which the device checks, and all of them end."""

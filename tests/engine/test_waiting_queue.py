@@ -52,6 +52,13 @@ def test_any_order_of_changes(changes):
             assert queue.has_same_prompt(make_request(-1, key)) == bool(others)
 
 
+def test_what_is_put_back_is_in_order_of_arrival():
+    queue, requests = WaitingQueue(), [make_request(arrival, num_output=1) for arrival in range(4)]
+    for arrival in (2, 0, 3, 1):
+        queue.put_back(requests[arrival])
+    assert list(queue.returned) == list(queue) == requests
+
+
 def test_removing_what_is_not_there_is_an_error():
     with pytest.raises(ValueError, match="not in list"):
         WaitingQueue().remove(make_request(0))
