@@ -251,7 +251,7 @@ MUTANTS = (
     Mutant("old-logprobs-shifted", "long_tail", f"{_ADAPTER}/long_tail/learner.py",
            "right_pad(output.logprobs, width, 0.0)",
            "right_pad([np.roll(row, 1) for row in output.logprobs], width, 0.0)",
-           ("tests/adapter/test_over_sampling.py",),
+           ("tests/adapter/test_replay.py",),
            "the ratio of each token is taken with its neighbour's log-prob"),
     Mutant("token-of-the-policy-before", "long_tail", f"{_ADAPTER}/in_flight/policy_versions.py",
            'side="right"',
