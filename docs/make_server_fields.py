@@ -27,15 +27,20 @@ BODIES: dict[str, type[Body]] = {
 }
 """Bodies in the page, by what it calls them."""
 
-SGLANG_NAMES = {"sampling_seed": "seed", "no_stop_trim": "include_stop_str_in_output"}
+SGLANG_NAMES = {
+    "sampling_seed": "seed",
+    "no_stop_trim": "include_stop_str_in_output",
+    "json_schema": "structured_outputs",
+    "regex": "structured_outputs",
+    "ebnf": "structured_outputs",
+}
 """SGLang's names of fields, which `sampling_params` takes beside the engine's."""
 
 _BEGIN, _END = "<!-- fields: made by docs/make_server_fields.py -->\n", "<!-- end of fields -->\n"
 _UNUSED = "accepted and not used"
 _FOREIGN_TEXT = """Other fields of SGLang, vLLM and OpenAI are accepted with values that ask for
 nothing: null, an empty text, list or object, mostly false, and their servers' defaults. Any other
-value gets status 400 and a message that says why, and what to do instead. Other names are unknown
-and refused.
+value gets status 400 and a message that says what to do instead. Other names are refused.
 """
 
 
@@ -51,7 +56,7 @@ def _sections() -> Iterator[str]:
     yield "| in | fields |\n|---|---|"
     yield (
         "| `sampling_params` of `/generate` | those of [Sampling](sampling.md#supported), "
-        + ", ".join(f"`{name}` for `{own}`" for name, own in SGLANG_NAMES.items())
+        + ", ".join(f"{_names_of(own)} for `{own}`" for own in dict.fromkeys(SGLANG_NAMES.values()))
         + " |"
     )
     yield _row("`/generate`", _described(GenerateReqInput))
@@ -60,6 +65,10 @@ def _sections() -> Iterator[str]:
     yield _row("`/v1/chat/completions` alone", _described(ChatRequest, without=openai))
     yield ""
     yield _FOREIGN_TEXT
+
+
+def _names_of(own: str) -> str:
+    return ", ".join(_code(name) for name, each in SGLANG_NAMES.items() if each == own)
 
 
 def _described(body: type[Body], without: Mapping[str, Any] | None = None) -> dict[str, str]:

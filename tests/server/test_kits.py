@@ -17,7 +17,8 @@ CALL = (
 )
 ANSWER = "It is 3 \u5143."
 SETTINGS: dict[str, Any] = {"temperature": 0, "max_tokens": len(CALL) + 8}
-BODY = {"ignore_eos": True}
+BODY = {"logit_bias": {"1": -100, "4": -100}}
+"""The model goes on; `ignore_eos` does not go with tools that a kit makes strict."""
 
 
 @pytest.fixture

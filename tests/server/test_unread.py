@@ -271,6 +271,7 @@ SAMPLING: dict[str, tuple[Any, dict[str, Any]]] = {
     "ignore_eos": (True, {"allowed_token_ids": [EOS]}),
     "include_stop_str_in_output": (True, {"allowed_token_ids": [E], "stop": "ee"}),
     "skip_special_tokens": (False, {"allowed_token_ids": [START], "ignore_eos": True}),
+    "structured_outputs": ({"choice": ["a", "b"]}, {}),
     "return_sampling_mask": (True, {}),
 }
 """A value of each field, and the other fields that make its effect visible."""
@@ -282,6 +283,10 @@ OWN_SAMPLING = SAMPLING | {
     "min_new_tokens": (3, {"allowed_token_ids": [EOS, E], "logit_bias": {"1": 100}}),
     "detokenize": (False, {}),
     "reasoning_tags": (["", "x"], {"allowed_token_ids": [E], "stop": "ee"}),
+    "max_thinking_tokens": (2, {"reasoning_tags": ["", "x"]}),
+    "json_schema": ({"enum": ["a", "b"]}, {}),
+    "regex": ("[ab]", {}),
+    "ebnf": ('root ::= "a" | "b"', {}),
 }
 OPENAI = SAMPLING | {
     "model": ("other", {}),
@@ -291,6 +296,7 @@ OPENAI = SAMPLING | {
     "min_tokens": (3, {"allowed_token_ids": [EOS, E], "logit_bias": {"1": 100}}),
     "return_token_ids": (True, {}),
     "return_weight_versions": (True, {}),
+    "response_format": ({"type": "json_object"}, {}),
 }
 CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, dict[str, Any]]]]] = {
     "/generate": (
@@ -333,8 +339,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, dict[str, Any]]]]] =
             "top_logprobs": (1, {"logprobs": True}),
             "return_tokens_as_token_ids": (True, {"logprobs": True}),
             "tools": ([{"type": "function", "function": {"name": "f"}}], {}),
-            "response_format": ({"type": "json_object"}, {}),
             "tool_choice": ("required", {}),
+            "max_thinking_tokens": (2, {}),
+            "thinking_token_budget": (2, {}),
             "add_generation_prompt": (False, {}),
             "continue_final_message": (True, {"messages": [{"role": "assistant", "content": "a"}]}),
             "chat_template_kwargs": ({"add_generation_prompt": False}, {}),
@@ -432,10 +439,6 @@ class TestFields:
         base, _ = CASES["/v1/chat/completions"]
         text_only = "the model takes text only"
         for fields, told in [
-            ({"response_format": {"type": "json_object"}}, "constrained decoding is not impl"),
-            ({"response_format": {"type": "json_schema", "json_schema": {}}}, "constrained decod"),
-            ({"tool_choice": "required"}, "the model cannot be made to call a tool"),
-            ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "cannot be made to"),
             *(
                 ({"messages": [{"role": "user", "content": [part]}]}, text_only)
                 for part in (

@@ -13,6 +13,17 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from sgljax_engine import Engine, InvalidConfigError, InvalidRequestError
+from sgljax_engine.replies.grammars import (
+    CALL_BEGIN,
+    CALL_END,
+    CALLS_BEGIN,
+    CALLS_END,
+    SEP,
+    STYLES,
+    CallStyle,
+    ReplyGrammars,
+    deepseek_mark,
+)
 from sgljax_engine.replies.parser import ResponseParser
 from sgljax_engine.replies.response_template import (
     CALLS,
@@ -29,23 +40,14 @@ _CALL = {"type": "function", "function": "{content}"}
 _NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 _FUNCTION = r"<function=(?P<name>[^<>\n]+)>"
 _CHATML = "<|im_start|>assistant\n"
-_BAR = "\uff5c"
 _OPENS_THOUGHTS = re.compile(r"<think>(?!(?:\s|\\n)*</think>)")
 _THINK = {"open": "<think>", "close": "</think>"}
 
 
-def _deepseek(text: str) -> str:
-    """DeepSeek's marks have a wide bar, and a block in place of spaces."""
-    return text.replace("|", _BAR).replace(" ", "\u2581")
-
-
-_CALL_BEGIN, _CALL_END = _deepseek("<|tool call begin|>"), _deepseek("<|tool call end|>")
-_CALLS_BEGIN, _CALLS_END = _deepseek("<|tool calls begin|>"), _deepseek("<|tool calls end|>")
-_SEP = _deepseek("<|tool sep|>")
 _DEEPSEEK_CALL = (
-    rf"{_CALL_BEGIN}(?:function{_SEP}(?P<name>[^\n<]+)\n```json\n|(?P<name>[^\n<]+){_SEP})"
+    rf"{CALL_BEGIN}(?:function{SEP}(?P<name>[^\n<]+)\n```json\n|(?P<name>[^\n<]+){SEP})"
 )
-_ASSISTANT, _OUTPUTS_END = _deepseek("<|Assistant|>"), _deepseek("<|tool outputs end|>")
+_ASSISTANT, _OUTPUTS_END = deepseek_mark("<|Assistant|>"), deepseek_mark("<|tool outputs end|>")
 _GEMMA_THINK = {"open_pattern": r"<\|channel>(?:thought\n?)?", "close": "<channel|>"}
 
 
@@ -113,8 +115,8 @@ _TOOLS: dict[str, dict[str, Any]] = {
         "transform": _NAMED,
     },
     "deepseek": {
-        "open_pattern": rf"\s*{_CALLS_BEGIN}\s*{_DEEPSEEK_CALL}|\s*{_DEEPSEEK_CALL}",
-        "close_pattern": rf"```\s*{_CALL_END}(?:\s*{_CALLS_END})?|{_CALL_END}(?:\s*{_CALLS_END})?",
+        "open_pattern": rf"\s*{CALLS_BEGIN}\s*{_DEEPSEEK_CALL}|\s*{_DEEPSEEK_CALL}",
+        "close_pattern": rf"```\s*{CALL_END}(?:\s*{CALLS_END})?|{CALL_END}(?:\s*{CALLS_END})?",
         "repeats": True,
         "content": "json",
         "transform": _NAMED,
@@ -136,12 +138,13 @@ class ReplyFormat(NamedTuple):
 
     `only_known`: calls must be of tools that were given, since nothing else tells them from other
     text. `opens_thoughts`: prompts of the chat template may end in the mark that opens thoughts,
-    which models then leave out, even where it is missing.
+    which models then leave out, even where it is missing. `style` says how calls are written.
     """
 
     template: ResponseTemplate
     only_known: bool = False
     opens_thoughts: bool = False
+    style: CallStyle | None = None
 
 
 class ReplyReading:
@@ -172,6 +175,7 @@ class ReplyReading:
         marks = "".join(fields[name].marks for name in names if name in fields)
         shown = [token for token in engine.special_tokens if token in marks]
         self.needs_special_tokens = bool(shown) and skips_special_tokens
+        self._engine = engine
         self._dropped: list[str] = []
         if self.needs_special_tokens:
             self._dropped = [token for token in engine.special_tokens if token not in marks]
@@ -189,6 +193,26 @@ class ReplyReading:
             max_calls=max_calls,
         )
 
+    @property
+    def has_thoughts(self) -> bool:
+        """Whether the format has marks of thoughts."""
+        return REASONING in self._format.template.fields
+
+    def thought_tags(self, prompt: str, *, in_content: bool) -> tuple[str, str] | None:
+        """What thoughts behind a prompt begin and end with; `in_content` if they stay in it too."""
+        template, waits = self._format.template, self._format.opens_thoughts
+        thinks = self._thinks or in_content
+        tags = ResponseParser(template, prompt=prompt, waits=waits, thinks=thinks).stop_tags()
+        style = self._format.style
+        if tags is not None and tags[0] and style is not None and style.thoughts:
+            return style.thoughts, tags[1]
+        return tags
+
+    @property
+    def grammars(self) -> ReplyGrammars:
+        """Writes grammars of such replies."""
+        return ReplyGrammars(self._engine, self._format.style, self._format.template)
+
 
 def find_format(chat_template: str | None, own: Any = None) -> ReplyFormat:
     """How a model's replies are read, by `own` of its folder or the source of its chat template.
@@ -201,14 +225,18 @@ def find_format(chat_template: str | None, own: Any = None) -> ReplyFormat:
 @functools.lru_cache(maxsize=64)
 def _found(chat_template: str, own: str | None) -> ReplyFormat:
     opens = _OPENS_THOUGHTS.search(chat_template.rpartition("add_generation_prompt")[2]) is not None
+    template = known_template(chat_template)
+    calls = template["fields"].get(CALLS)
+    name = next((each for each, tools in _TOOLS.items() if tools == calls), "")
+    if name == "deepseek" and "```json" not in chat_template:
+        name = "deepseek_bare"
+    style = STYLES.get(name)
     if own is not None:
         try:
-            return ReplyFormat(load_template(json.loads(own)), opens_thoughts=opens)
+            return ReplyFormat(load_template(json.loads(own)), opens_thoughts=opens, style=style)
         except InvalidConfigError as error:
             _log.warning("%s; replies are read as the chat template says", error)
-    template = known_template(chat_template)
-    is_llama = template["fields"].get(CALLS) == _TOOLS["llama"]
-    return ReplyFormat(load_template(template), only_known=is_llama, opens_thoughts=opens)
+    return ReplyFormat(load_template(template), name == "llama", opens, style)
 
 
 def known_template(text: str) -> dict[str, Any]:
@@ -219,7 +247,7 @@ def known_template(text: str) -> dict[str, Any]:
     if "<|channel>" in text:
         return _made(["<|turn>model\n", "<tool_response|>"], _GEMMA_THINK, "gemma4")
     if _ASSISTANT in text:
-        tools = "deepseek" if _CALL_BEGIN in text else None
+        tools = "deepseek" if CALL_BEGIN in text else None
         return _made([_ASSISTANT, _OUTPUTS_END], think, tools)
     if "<tool_call>" in text:
         return _made([_CHATML], think, "xml" if "<function=" in text else "json")

@@ -154,8 +154,9 @@ def _call(value: Any, schemas: Schemas) -> Call:
     schema = schemas.get(name.strip(), {})
     properties = schema.get("properties")
     if isinstance(properties, dict):
+        definitions = schema.get("$defs", schema.get("definitions", {}))
         arguments = {
-            key: _cast(given, _types(properties.get(key), schema.get("$defs", {})))
+            key: _cast(given, types_of(properties.get(key), definitions))
             for key, given in arguments.items()
         }
     text = _ENCODER.encode(arguments)
@@ -164,19 +165,35 @@ def _call(value: Any, schemas: Schemas) -> Call:
     return Call(name.strip(), text)
 
 
-def _types(schema: Any, definitions: Any) -> list[str]:
+TYPE_NAMES: Mapping[type, str] = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    type(None): "null",
+    list: "array",
+    dict: "object",
+}
+"""JSON Schema's names of types."""
+
+
+def types_of(schema: Any, definitions: Any) -> list[str]:
     """The types that a schema allows; empty where it does not say."""
     if not isinstance(schema, dict):
         return []
     found, given = [], schema.get("type")
     if isinstance(schema.get("$ref"), str) and isinstance(definitions, dict):
-        target = definitions.get(schema["$ref"].rpartition("/")[2], {})
-        found += _types({**target, "$ref": None}, {}) if isinstance(target, dict) else []
+        name = schema["$ref"].rpartition("/")[2]
+        others = {key: each for key, each in definitions.items() if key != name}
+        found += types_of(definitions.get(name), others)
+    if given is None:
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        given = [TYPE_NAMES[type(value)] for value in values] if isinstance(values, list) else []
     given = [given] if isinstance(given, str) else given if isinstance(given, list) else []
     found += [each for each in given if isinstance(each, str)]
-    for union in ("anyOf", "oneOf"):
+    for union in ("anyOf", "oneOf", "allOf"):
         for choice in schema.get(union) or []:
-            found += _types(choice, definitions)
+            found += types_of(choice, definitions)
     return found + ["null"] * bool(schema.get("nullable"))
 
 

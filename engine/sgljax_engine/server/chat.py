@@ -17,16 +17,15 @@ from sgljax_engine.replies.parser import ResponseParser
 from sgljax_engine.replies.values import Call
 from sgljax_engine.server import openai
 from sgljax_engine.server.context import ServerContext
-from sgljax_engine.server.fields import (
-    CHAT,
-    NO_FORCED_CALL,
-    NO_GRAMMAR,
-    RESPONSE_FORMAT,
-    Body,
-    FirstErrorOnly,
-)
+from sgljax_engine.server.fields import CHAT, FirstErrorOnly
 from sgljax_engine.server.generation import Job, PieceStream, new_rids
-from sgljax_engine.server.messages import Message, Tool, conversation_tokens
+from sgljax_engine.server.messages import (
+    Message,
+    Tool,
+    ToolChoice,
+    conversation_tokens,
+    tools_to_call,
+)
 from sgljax_engine.server.openai import OpenAIRequest, Output
 from sgljax_engine.server.responses import event
 from sgljax_engine.server.routes import OpenAIRoute
@@ -34,20 +33,8 @@ from sgljax_engine.server.routes import OpenAIRoute
 _log = logging.getLogger(__name__)
 
 
-class ResponseFormat(Body):
-    """The only format there is."""
-
-    foreign: ClassVar[Mapping[str, ForeignField]] = RESPONSE_FORMAT
-    only: ClassVar[Mapping[str, tuple[Sequence[str], str]]] = {"type": (("text",), NO_GRAMMAR)}
-
-    type: Literal["text"]
-
-
 class ChatRequest(OpenAIRequest):
     foreign: ClassVar[Mapping[str, ForeignField]] = CHAT
-    only: ClassVar[Mapping[str, tuple[Sequence[str], str]]] = {
-        "tool_choice": (("none", "auto"), NO_FORCED_CALL)
-    }
 
     messages: Annotated[list[Message], FirstErrorOnly()] = Field(
         min_length=1, description="the conversation; content is text or parts of text"
@@ -58,14 +45,17 @@ class ChatRequest(OpenAIRequest):
         None, ge=0, le=MAX_TOP_LOGPROBS, description="log-probs of so many likely tokens too"
     )
     tools: list[Tool] | None = Field(None, description="functions that the model may call")
-    tool_choice: Literal["none", "auto"] | None = Field(
-        None, description='"auto" or "none": the model cannot be made to call a tool'
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = Field(
+        None, description='"auto", "none", "required" or a function: then it is called'
     )
     parallel_tool_calls: bool | None = Field(
-        None, description="false gives back the first call of an answer alone, as vLLM does"
+        None, description="false gives at most one call: an answer's first"
     )
-    response_format: ResponseFormat | None = Field(
-        None, description='`{"type": "text"}`: constrained decoding is not implemented'
+    max_thinking_tokens: int | None = Field(
+        None, ge=0, description="most tokens of thoughts; then they are closed"
+    )
+    thinking_token_budget: int | None = Field(
+        None, ge=-1, description="the same, as vLLM calls it; -1 for no bound"
     )
     metadata: dict[str, str] | None = Field(None, description="accepted and not used")
     prompt_cache_key: str | None = Field(None, description="accepted and not used")
@@ -103,7 +93,10 @@ def chat_routes(context: ServerContext) -> APIRouter:
 
 @functools.cache  # once is enough
 def _warn_of_strict() -> None:
-    _log.warning("strict=true of tools has no effect: arguments are not constrained to the schema")
+    _log.warning(
+        "strict=true of tools has no effect: nothing tells the model's tool calls from content; "
+        'tool_choice="required" constrains them'
+    )
 
 
 class _ChatAnswer:
@@ -114,14 +107,9 @@ class _ChatAnswer:
         self._model = body.model or context.config.model_name
         self._id = openai.reply_id("chatcmpl")
         tools = body.tools if body.tools and body.tool_choice != "none" else None
-        schemas = None
-        if tools:
-            schemas = {t.function.name: t.function.parameters or {} for t in tools}
-            if any(tool.function.strict for tool in tools):
-                _warn_of_strict()
         self._reading = ReplyReading(
             engine,
-            schemas,
+            _schemas(tools) if tools else None,
             thinks=body.separate_reasoning,
             skips_special_tokens=body.skip_special_tokens is not False,
         )
@@ -135,6 +123,7 @@ class _ChatAnswer:
             max_tokens=engine.max_model_len,
         )
         self._prompt = engine.detokenize(self._prompt_ids, skip_special_tokens=None)
+        self._outputs = self._structured_outputs(tools or [])
         given = (body.max_tokens, body.max_completion_tokens)
         if None not in given and given[0] != given[1]:
             raise InvalidRequestError(
@@ -160,13 +149,70 @@ class _ChatAnswer:
             lora=[openai.adapter(context, body)],
         )
 
+    def _structured_outputs(self, tools: Sequence[Tool]) -> dict[str, Any] | None:
+        """What the answer may be: content, calls or both."""
+        body, grammars = self._body, self._reading.grammars
+        name, outputs = openai.outputs_of(body)
+        chosen = tools_to_call(body.tool_choice, tools)
+        strict = [tool for tool in tools if tool.function.strict]
+        if chosen and outputs is not None:
+            raise InvalidRequestError(f"{name} contradicts tool_choice: the answer is a call")
+        if chosen or (strict and outputs is None):
+            name = "tool_choice" if chosen else "strict=true of tools"
+            openai.check_free_end(body, name)
+        elif outputs is None:
+            return None
+        if body.continue_final_message:
+            raise InvalidRequestError(
+                f"continue_final_message=true goes without {name}, which concerns whole answers"
+            )
+        is_one = body.parallel_tool_calls is False
+        if chosen:
+            is_one = is_one or isinstance(body.tool_choice, ToolChoice)
+            return grammars.calls(_schemas(chosen), is_one=is_one)
+        if not tools:
+            return grammars.content(outputs or {})
+        schemas = {**{name: {"type": "object"} for name in _schemas(tools)}, **_schemas(strict)}
+        found = grammars.mixed(schemas, outputs, is_one=is_one)
+        if found is None and outputs is not None:
+            raise InvalidRequestError(
+                f"{name} goes without tools: nothing tells the model's tool calls from content; "
+                'give tool_choice="none" or "required"'
+            )
+        if found is None:
+            _warn_of_strict()
+        return found
+
     def _text_options(self) -> dict[str, Any]:
         """A message stands alone, and what a client says of its end is said of the content."""
-        options: dict[str, Any] = {"decode_behind_prompt": self._body.continue_final_message}
-        options["reasoning_tags"] = self._parser().stop_tags()
+        body = self._body
+        options: dict[str, Any] = {"decode_behind_prompt": body.continue_final_message}
+        options["structured_outputs"] = self._outputs
+        most = self._max_thinking_tokens()
+        # Thoughts are free, and bounded, even where they stay in the content.
+        is_guided = most is not None or self._outputs is not None
+        tags = self._reading.thought_tags(self._prompt, in_content=is_guided)
+        options["reasoning_tags"] = tags
+        options["max_thinking_tokens"] = most if tags is not None else None
         if self._reading.needs_special_tokens:
             options["skip_special_tokens"] = False
         return options
+
+    def _max_thinking_tokens(self) -> int | None:
+        body = self._body
+        given = (body.max_thinking_tokens, body.thinking_token_budget)
+        if None not in given and given[0] != given[1]:
+            raise InvalidRequestError(
+                f"max_thinking_tokens={given[0]} contradicts thinking_token_budget={given[1]}"
+            )
+        most = next((value for value in given if value not in (None, -1)), None)
+        if most is not None and not self._reading.has_thoughts:
+            name = "thinking_token_budget" if given[0] is None else "max_thinking_tokens"
+            raise InvalidRequestError(
+                f"{name}={most} needs a chat template with known marks of thoughts, and the "
+                "model's has none"
+            )
+        return most
 
     def _parser(self) -> ResponseParser:
         return self._reading.parser(
@@ -258,6 +304,10 @@ class _ChatAnswer:
         known = self._texts.bytes_of(token)
         name = openai.token_name(self._body, self._texts, token)
         return {"token": name, "logprob": logprob, "bytes": known and list(known)}
+
+
+def _schemas(tools: Sequence[Tool]) -> dict[str, dict[str, Any]]:
+    return {tool.function.name: tool.function.parameters or {} for tool in tools}
 
 
 def _finish(output: Output, calls: Sequence[Call]) -> dict[str, Any]:

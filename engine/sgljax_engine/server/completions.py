@@ -85,6 +85,7 @@ class _CompletionAnswer:
         self._num_samples = body.n or 1
         if body.max_tokens == 0 and not body.echo:
             raise InvalidRequestError("max_tokens=0 needs echo=true; else it must be >= 1")
+        _, outputs = openai.outputs_of(body)
         logprobs: dict[str, Any] = {}
         if body.logprobs is not None:
             logprobs = {"return_logprob": True, "top_logprobs_num": body.logprobs}
@@ -99,6 +100,7 @@ class _CompletionAnswer:
                     len(ids),
                     body.max_tokens,
                     default_tokens=_DEFAULT_MAX_TOKENS,
+                    text_options={"structured_outputs": outputs},
                 )
                 for _, ids in self._prompts
             ],

@@ -58,7 +58,8 @@ class Body(BaseModel):
 
     @classmethod
     def _asks(cls, name: str, value: Any) -> bool:
-        own = cls.model_fields.get(name)
+        # `schema_` stands for `schema`, which every model of pydantic has.
+        own = cls.model_fields.get(name) or cls.model_fields.get(f"{name}_")
         if own is not None:
             is_null = value is None or (value == "" and name in cls.empty_is_null)
             values, why = cls.only.get(name, (None, ""))
@@ -112,6 +113,9 @@ class SamplingFields(Body):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="one of `json`, `json_object`, `regex`, `choice` and `grammar`"
+    )
     return_sampling_mask: bool | None = Field(
         None, description="ids that each token was drawn from; at most 512, as `top_k` then is"
     )
@@ -121,9 +125,8 @@ class SamplingFields(Body):
         return {name: value for name, value in values.items() if value is not None}
 
 
-NO_GRAMMAR = "constrained decoding is not implemented"
+_GRAMMARS = "use structured_outputs, with one of json, json_object, regex, choice and grammar"
 TEXT_ONLY = "the model takes text only"
-NO_FORCED_CALL = "the model cannot be made to call a tool"
 _NO_ROUTER = "it steers a cluster of engines, and this is one"
 _NO_CACHE_KEY = "the prefix cache is shared by all requests"
 _NO_PRIORITY = "the engine's option schedule_policy says in which order requests start"
@@ -137,7 +140,6 @@ _NEUTRAL = {
     "modalities": (["text"],),
     "no_logs": (True,),
     "priority": (0,),
-    "response_format": ({"type": "text"},),
     "return_mm_kwargs": (True,),
     "routed_experts_prompt_start": (0,),
     "routed_experts_start_len": (0,),
@@ -184,8 +186,9 @@ GENERATE = _foreign(
     (
         "it is not implemented",
         "return_indexer_topk return_entropy return_bytes background "
-        "require_reasoning max_thinking_tokens multi_item_delimiter_indices",
+        "require_reasoning multi_item_delimiter_indices",
     ),
+    ("give it in sampling_params, with reasoning_tags", "max_thinking_tokens"),
     ("the reply has the experts of all tokens", "routed_experts_start_len"),
     ("the caller has them: tokenize the text with /tokenize", "return_prompt_token_ids"),
     ("name the adapter with lora_path", "lora_id"),
@@ -208,9 +211,9 @@ _BOTH = _same_as_in_process(
     "truncate_prompt_tokens repetition_detection custom_params extra_args watermarking"
 ) | _foreign(
     (
-        NO_GRAMMAR,
-        "json_schema regex ebnf guided_json guided_regex guided_choice guided_grammar guided_decoding_backend "
-        "guided_whitespace_pattern",
+        _GRAMMARS,
+        "json_schema regex ebnf guided_json guided_regex guided_choice guided_grammar "
+        "guided_decoding_backend guided_whitespace_pattern",
     ),
     (_EDITS, "custom_logit_processor"),
     ("use seed", "sampling_seed"),
@@ -218,7 +221,6 @@ _BOTH = _same_as_in_process(
     ("use min_tokens", "min_new_tokens"),
     ("prompts are never cut; cut them before", "truncation_side"),
     ("/generate has token_ids_logprob", "logprob_token_ids token_ids_logprob"),
-    ("thoughts are not bounded apart from the maximum of tokens", "thinking_token_budget"),
     ("every option has a name of its own", "vllm_xargs"),
     ("name the adapter as model", "lora_path"),
     ("/generate has rid; here the server makes the id", "rid request_id"),
@@ -244,7 +246,7 @@ _BOTH = _same_as_in_process(
 
 COMPLETION = _BOTH | _foreign(
     ("the model continues its prompt and fills no gap", "suffix"),
-    (NO_GRAMMAR, "response_format"),
+    ("chat knows the marks of thoughts", "thinking_token_budget max_thinking_tokens"),
     ("use prompt", "prompt_embeds input_embeds"),
     ("use echo and logprobs", "prompt_logprobs"),
     ("use max_tokens", "max_completion_tokens"),
@@ -271,7 +273,12 @@ CHAT = _BOTH | _foreign(
     ("thoughts come as they are sampled", "stream_reasoning"),
 )
 
-RESPONSE_FORMAT = _foreign((NO_GRAMMAR, "json_schema schema grammar structures triggers format"))
+RESPONSE_FORMAT = _foreign(
+    ('use {"type": "json_schema", "json_schema": {"name", "schema"}}', "schema"),
+    (_GRAMMARS, "grammar structures triggers format"),
+)
+
+TOOL_CHOICE = _foreign(("give the tools that may be called as tools", "allowed_tools custom"))
 
 STREAM_OPTIONS = _foreign(
     ("usage comes at the end, with include_usage", "continuous_usage_stats"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -20,6 +21,7 @@ from sgljax_engine.server.fields import (
     TOKENIZE,
     TOOL,
     TOOL_CALL,
+    TOOL_CHOICE,
     Body,
     TokenIds,
 )
@@ -113,7 +115,7 @@ class FunctionDefinition(Body):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = Field(None, description="accepted and not enforced")
+    strict: bool | None = Field(None, description="arguments must follow `parameters`")
 
 
 class Tool(Body):
@@ -121,6 +123,42 @@ class Tool(Body):
 
     type: Literal["function"]
     function: FunctionDefinition
+
+
+class ToolName(Body):
+    name: str
+
+
+class ToolChoice(Body):
+    """The tool that must be called."""
+
+    foreign: ClassVar[Mapping[str, ForeignField]] = TOOL_CHOICE
+    only: ClassVar[Mapping[str, tuple[Sequence[str], str]]] = {
+        "type": (("function",), "tools are functions")
+    }
+
+    type: Literal["function"]
+    function: ToolName
+
+
+def tools_to_call(choice: str | ToolChoice | None, tools: Sequence[Tool]) -> Sequence[Tool]:
+    """The tools of which one must be called; none if none must.
+
+    Raises InvalidRequestError for a choice of what is not there.
+    """
+    if choice in (None, "none", "auto"):
+        return ()
+    if not tools:
+        raise InvalidRequestError("tool_choice needs tools to call, got none")
+    if not isinstance(choice, ToolChoice):
+        return tools
+    found = [tool for tool in tools if tool.function.name == choice.function.name]
+    if not found:
+        names = reprlib.repr([tool.function.name for tool in tools])
+        raise InvalidRequestError(
+            f"tool_choice.function.name must be one of {names}, got {choice.function.name!r}"
+        )
+    return found[:1]
 
 
 def conversation_tokens(

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import reprlib
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from sgljax_engine import Engine, ForeignField, InvalidRequestError, SamplingParams
+from sgljax_engine.replies.lark import check_outputs
 from sgljax_engine.server.context import ServerContext, TokenTexts
-from sgljax_engine.server.fields import STREAM_OPTIONS, Body, SamplingFields
+from sgljax_engine.server.fields import RESPONSE_FORMAT, STREAM_OPTIONS, Body, SamplingFields
 from sgljax_engine.server.responses import DONE, event
+from sgljax_engine.structured_outputs import checked_outputs
 
 Output = Mapping[str, Any]
 """An output, or a piece of one, as of `RequestOutput.to_dict`."""
@@ -23,6 +26,35 @@ class StreamOptions(Body):
     foreign: ClassVar[Mapping[str, ForeignField]] = STREAM_OPTIONS
 
     include_usage: bool = False
+
+
+class JsonSchema(Body):
+    """`strict` changes nothing: the schema always holds."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    foreign: ClassVar[Mapping[str, ForeignField]] = RESPONSE_FORMAT
+    only: ClassVar[Mapping[str, tuple[Sequence[str], str]]] = {
+        "type": (("text", "json_object", "json_schema"), "there is no grammar for it")
+    }
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def outputs(self) -> dict[str, Any] | None:
+        """As `structured_outputs`."""
+        if (self.json_schema is None) == (self.type == "json_schema"):
+            needs = "needs" if self.json_schema is None else "goes without"
+            raise InvalidRequestError(f"response_format.type={self.type!r} {needs} json_schema")
+        if self.json_schema is None:
+            return {"json_object": True} if self.type == "json_object" else None
+        schema = self.json_schema.schema_
+        return {"json_object": True} if schema is None else {"json": schema}
 
 
 class OpenAIRequest(SamplingFields):
@@ -42,6 +74,9 @@ class OpenAIRequest(SamplingFields):
     )
     min_tokens: int | None = Field(
         None, ge=0, description="before there are so many, nothing ends the output"
+    )
+    response_format: ResponseFormat | None = Field(
+        None, description="text, json_object, or json_schema with a schema that always holds"
     )
     user: str | None = Field(None, description="accepted and not used")
     return_token_ids: bool = Field(False, description="ids of the prompt and of the output")
@@ -120,6 +155,36 @@ def token_id_name(token: int) -> str:
 
 def token_name(body: OpenAIRequest, texts: TokenTexts, token: int) -> str:
     return token_id_name(token) if body.return_tokens_as_token_ids else texts[token]
+
+
+def outputs_of(body: OpenAIRequest) -> tuple[str, dict[str, Any] | None]:
+    """The field that says what the text may be, and it as `structured_outputs`.
+
+    Raises InvalidRequestError for two such fields, what llguidance refuses, and fields that go
+    against it.
+    """
+    name, outputs = "structured_outputs", checked_outputs(body.structured_outputs)
+    wanted = None if body.response_format is None else body.response_format.outputs()
+    if wanted is not None and outputs is not None:
+        raise InvalidRequestError(
+            f"response_format={reprlib.repr(wanted)} contradicts "
+            f"structured_outputs={reprlib.repr(outputs)}; give one of them"
+        )
+    if wanted is not None:
+        name, outputs = "response_format", checked_outputs(wanted)
+    if outputs is not None:
+        check_outputs(outputs, name)
+        check_free_end(body, name)
+    return name, outputs
+
+
+def check_free_end(body: OpenAIRequest, name: str) -> None:
+    """Refuses what keeps a guided output from its end."""
+    for field, value in (("ignore_eos", body.ignore_eos), ("min_tokens", body.min_tokens)):
+        if value:
+            raise InvalidRequestError(
+                f"{field}={value!r} goes without {name}, which an end token ends"
+            )
 
 
 def adapter(context: ServerContext, body: OpenAIRequest) -> str | None:

@@ -41,6 +41,10 @@ class SGLangSampling(SamplingFields):
     detokenize: bool | None = None
     decode_behind_prompt: bool | None = None
     reasoning_tags: list[str] | None = Field(None, min_length=2, max_length=2)
+    max_thinking_tokens: int | None = Field(None, ge=0)
+    json_schema: str | dict[str, Any] | None = Field(None, description="structured_outputs' json")
+    regex: str | None = Field(None, description="structured_outputs' regex")
+    ebnf: str | None = Field(None, description="structured_outputs' grammar")
 
     def given(self) -> dict[str, Any]:
         """The given fields; both names of a field may be given if they agree."""
