@@ -107,12 +107,12 @@ weights with which the output started.
 ## Experts
 
 With `enable_return_routed_experts=True` each output of a model with experts has
-`RequestOutput.routed_experts`, in dicts `meta_info["routed_experts"]`: an array [tokens, layers, experts of a token], uint8 for up to 256
-experts, the most probable expert first. It has a row for each token of prompt and output but the
-last one, which the model has not seen. A stream has it in its last item. A retracted request has
-the choices of the weights that prefilled it again. It is None for a request that was aborted before
-it decoded, and for an output that was finished when a
-[checkpoint](interruptions.md#checkpoints) was saved.
+`RequestOutput.routed_experts`, in dicts `meta_info["routed_experts"]`: an array
+[tokens, layers, experts of a token], uint8 for up to 256 experts, the most probable expert first.
+It has a row for each token of prompt and output but the last one, which the model has not seen. A
+stream has it in its last item. A retracted request has the choices of the weights that prefilled it
+again. It is None for a request that was aborted before it decoded, and for an output that was
+finished when a [checkpoint](interruptions.md#checkpoints) was saved.
 
 ## Sampling masks
 
@@ -126,7 +126,7 @@ Tokens that tie with the last of a full mask are not drawn. Chat and completions
 ## Structured output
 
 `structured_outputs` lets a request generate only what a grammar allows, by llguidance
-(`pip install "tunix-sgljax[guided]"`): one of `json` (a JSON Schema), `json_object`, `regex`,
+(the extra `guided`): one of `json` (a JSON Schema), `json_object`, `regex`,
 `choice` and `grammar` (Lark or GBNF). SGLang's `json_schema`, `regex` and `ebnf` mean the same. An
 end token follows, unless `max_new_tokens` comes first. Such a request takes one step a dispatch,
 with drafts also the tokens that the grammar forces; others beside it keep their bits and their

@@ -63,7 +63,8 @@ class Guides:
                     f"{name} ends with a stop token, and the request has none: stop_token_ids=[], "
                     f"ignore_eos={params.ignore_eos}"
                 )
-            matcher = self._mapped(self._tokenizer).matcher(grammar_of(outputs))
+            grammar = grammar_of(outputs, behind_thoughts=params.reasoning_tags is not None)
+            matcher = self._mapped(self._tokenizer).matcher(grammar)
         try:
             guide = Guide(
                 bytes_of=self._tokenizer.token_bytes,

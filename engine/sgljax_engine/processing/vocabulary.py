@@ -65,7 +65,7 @@ class Vocabulary:
             return made.deep_copy()
 
 
-_JSON = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,40}"}
+JSON_WHITE_SPACE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,40}"}
 """Enough to indent by; without a bound, a weak model may go on with white space to its end."""
 
 
@@ -96,14 +96,20 @@ class _Tokens:
         return self._tokenizer.encode_rendered(text)
 
 
-def grammar_of(outputs: Mapping[str, Any]) -> str:
-    """The grammar, as llguidance takes it, of checked `structured_outputs`."""
+def grammar_of(outputs: Mapping[str, Any], *, behind_thoughts: bool = False) -> str:
+    """The grammar, as llguidance takes it, of checked `structured_outputs`.
+
+    Behind thoughts, models begin JSON on a new line.
+    """
     llguidance = load_llguidance()
     (kind, value), *_ = outputs.items()
     matcher = llguidance.LLMatcher
     if kind in ("json", "json_object"):
         schema = value if kind == "json" else {"type": "object"}
-        return matcher.grammar_from_json_schema(schema, overrides=_JSON)
+        if behind_thoughts:
+            schema = json.dumps({**schema, "x-guidance": JSON_WHITE_SPACE})
+            return matcher.grammar_from_lark(f"start: /\\n{{0,2}}/ value\nvalue: %json {schema}")
+        return matcher.grammar_from_json_schema(schema, overrides=JSON_WHITE_SPACE)
     if kind == "regex":
         return matcher.grammar_from_regex(value)
     if kind == "choice":

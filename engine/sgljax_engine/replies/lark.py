@@ -11,9 +11,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sgljax_engine import InvalidRequestError
-from sgljax_engine.processing.vocabulary import grammar_of, load_llguidance
+from sgljax_engine.processing.vocabulary import JSON_WHITE_SPACE, grammar_of, load_llguidance
 
-_WHITE_SPACE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,40}"}
 _ESCAPED = re.compile(r"\\.|/", re.DOTALL)
 
 
@@ -54,7 +53,7 @@ class LarkWriter:
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """A rule for JSON under a schema."""
-        return self.rule("json", "%json " + json.dumps({**schema, "x-guidance": _WHITE_SPACE}))
+        return self.rule("json", "%json " + json.dumps({**schema, "x-guidance": JSON_WHITE_SPACE}))
 
     def content(self, outputs: Mapping[str, Any]) -> str:
         """An expression for checked `structured_outputs`.
