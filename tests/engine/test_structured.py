@@ -22,12 +22,13 @@ from transformers import AutoTokenizer
 
 from sgljax_engine import Engine, InvalidRequestError, SamplingParams, StructuredOutputError
 from sgljax_engine.errors import CompileForbiddenError
+from sgljax_engine.processing.any_tokenizer import wrap_tokenizer
 from sgljax_engine.processing.guides import Guides
 from sgljax_engine.processing.vocabulary import grammar_of
 from sgljax_engine.structured_outputs import checked_outputs
 from tests.adapter.helpers import EndingTokenizer
 from tests.devices import run_python
-from tests.engine import models
+from tests.engine import models, small_tokenizers
 from tests.engine.grammar_cases import GrammarCase, random_case
 from tests.engine.small_tokenizers import GOLDEN
 from tests.geometry import RETRACTING, SMALL
@@ -330,6 +331,44 @@ class TestGrammars:
             assert len(thoughts) <= most
             if outputs and out["meta_info"]["finish_reason"]["type"] == "stop":
                 GrammarCase("json", SCHEMA).check(answer.partition("<|")[0].strip())
+
+
+@pytest.mark.parametrize(
+    "tokenizer", [TOKENIZER, small_tokenizers.sentencepiece(), small_tokenizers.byte_level()]
+)
+@pytest.mark.parametrize("thoughts", ["ab", "a < b", "a </thin b", ""])
+def test_marks_in_whatever_tokens(tokenizer, thoughts):
+    """A tokenizer may cut a mark to pieces, join it with others, and put a space before it."""
+    wrapped = wrap_tokenizer(tokenizer)
+    size = 320
+    guides = Guides(wrapped, size, (), 0)
+
+    def allowed(text: str, **more: Any) -> set[int]:
+        params = SamplingParams(structured_outputs={"regex": "[ab]{2,9}"}, **more)
+        guide = guides.make(params, (size - 1,), None, wrapped.encode_rendered(text))
+        assert guide is not None
+        bits = np.unpackbits(guide.allowed.words[0].view(np.uint8), bitorder="little")
+        return set(np.flatnonzero(bits).tolist())
+
+    expected, free = allowed(""), set(range(size - 1))
+    assert allowed(f"<think>{thoughts}", reasoning_tags=TAGS) == free
+    assert allowed(thoughts, reasoning_tags=("", TAGS[1])) == free
+    assert allowed(f"<think>{thoughts}</think>", reasoning_tags=TAGS) == expected
+    assert allowed(f"{thoughts}</think>", reasoning_tags=("", TAGS[1])) == expected
+    for most in (0, 3):
+        options = {"reasoning_tags": ("", TAGS[1]), "max_thinking_tokens": most}
+        ids = wrapped.encode_rendered("bbbabab")[:most]
+        guide = guides.make(SamplingParams(**options), (size - 1,), None, ids)
+        assert guide is not None
+        for _ in range(20):
+            if guide.is_over:
+                break
+            words = np.unpackbits(guide.allowed.words[0].view(np.uint8), bitorder="little")
+            (token,) = np.flatnonzero(words).tolist()
+            ids = [*ids, token]
+            guide.advance(ids)
+        assert guide.is_over
+        assert b"".join(wrapped.token_bytes(t) or b"" for t in ids).endswith(b"</think>")
 
 
 def test_an_output_may_begin_with_thoughts_or_without(engine):

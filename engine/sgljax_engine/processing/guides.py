@@ -91,14 +91,17 @@ class Guides:
     def _thoughts(self, tokenizer: Tokenizer, params: SamplingParams) -> Thoughts | None:
         if params.reasoning_tags is None:
             return None
-        marks = [tuple(tokenizer.encode_rendered(tag)) for tag in params.reasoning_tags]
-        for token in (*marks[0], *marks[1]):
+        open_text, close_text = params.reasoning_tags
+        opens, closes = (tuple(tokenizer.encode_rendered(tag)) for tag in params.reasoning_tags)
+        for token in (*opens, *closes):
             if token >= self._vocab_size:
                 raise InvalidRequestError(
                     f"reasoning_tags={params.reasoning_tags} must be tokens of the model, got "
                     f"{token}"
                 )
-        return Thoughts(marks[0], marks[1], params.max_thinking_tokens)
+        return Thoughts(
+            opens, closes, open_text.encode(), close_text.encode(), params.max_thinking_tokens
+        )
 
     def _allowed(self, edits: LogitEdits | None) -> np.ndarray:
         """Words of the tokens that biases and allow lists leave."""

@@ -26,13 +26,16 @@ ENDLESS = int(np.iinfo(np.int32).max)
 
 
 class Thoughts(NamedTuple):
-    """Token ids of the marks around thoughts; `open` is empty where the prompt opens them.
+    """The marks around thoughts, as text and as token ids; `open` is empty where the prompt has it.
 
-    `most` bounds the tokens between the marks; None does not.
+    Tokenizers may put a space before a text. `most` bounds the tokens between the marks; None does
+    not.
     """
 
     open: tuple[int, ...]
     close: tuple[int, ...]
+    open_text: bytes
+    close_text: bytes
     most: int | None
 
 
@@ -143,26 +146,25 @@ class Guide:
             self._take_answer([token])
 
     def _take_opening(self, token: int) -> None:
-        assert self._thoughts is not None
+        thoughts = self._thoughts
+        assert thoughts is not None
         self._opened.append(token)
-        if tuple(self._opened) == self._thoughts.open:
+        text = b"".join(map(self._bytes, self._opened)).lstrip(b" ")
+        if text.startswith(thoughts.open_text) or tuple(self._opened) == thoughts.open:
             self._part = _Part.THOUGHTS
-        elif tuple(self._opened) != self._thoughts.open[: len(self._opened)]:
+        elif not thoughts.open_text.startswith(text):
             self._part = _Part.ANSWER
             self._take_answer(self._opened)
 
     def _take_thought(self, token: int) -> None:
-        assert self._thoughts is not None
-        close, rest = self._thoughts.close, b""
+        thoughts = self._thoughts
+        assert thoughts is not None
         self._num_thought += 1
-        self._closing = _num_matched(close, self._closing, token)
-        is_closed = self._closing == len(close)
-        if len(close) > 1:  # its text may come in other tokens
-            mark = b"".join(map(self._bytes, close))
-            before, found, rest = (self._tail + self._bytes(token)).partition(mark)
-            is_closed = is_closed or bool(found)
-            self._tail = before[-len(mark) :]
-        if is_closed:
+        self._closing = _num_matched(thoughts.close, self._closing, token)
+        text = self._tail + self._bytes(token)
+        before, found, rest = text.partition(thoughts.close_text)
+        self._tail = before[-len(thoughts.close_text) :]
+        if found or self._closing == len(thoughts.close):
             self._part = _Part.ANSWER
             if rest.strip():
                 self._take_answer(self._encode(rest.decode(errors="replace")))
@@ -209,7 +211,9 @@ class Guide:
         matcher = self._matcher.deep_copy()
         if matcher.consume_tokens(self._opened):
             words = self._mask(matcher)
-        set_bit(words, self._thoughts.open[len(self._opened)])
+        place = len(self._opened)
+        if tuple(self._opened) == self._thoughts.open[:place]:
+            set_bit(words, self._thoughts.open[place])
         return Allowed((words & self._free)[None])
 
     def _next_thought(self) -> Allowed:
