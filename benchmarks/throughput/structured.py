@@ -69,7 +69,7 @@ def mask_us(
     found: list[float] = []
     while len(found) < num_masks:
         guide, ids = guides.make(SamplingParams(structured_outputs=outputs), (END,), None), []
-        while guide is not None and len(ids) < NUM_TOKENS:
+        while len(ids) < NUM_TOKENS:
             bits = np.unpackbits(guide.allowed.words[0].view(np.uint8), bitorder="little")
             ids.append(rng.choice(np.flatnonzero(bits).tolist()))
             if ids[-1] == END:

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from sgljax_engine.errors import InvalidRequestError, unknown_name_message
 from sgljax_engine.foreign_options import FOREIGN_FIELDS
-from sgljax_engine.structured_outputs import checked_outputs, with_own_names
+from sgljax_engine.structured_outputs import OTHER_NAMES, checked_outputs, with_own_names
 
 MAX_STOP_TOKEN_IDS = 16
 """Most stop token ids of one request, end-of-sequence ids included (an array's width)."""
@@ -146,13 +146,14 @@ class SamplingParams:
                 f"top_k must be at most {MAX_SAMPLING_MASK} with return_sampling_mask=True, "
                 f"got {self.top_k!r}"
             )
-        outputs = checked_outputs(self.structured_outputs)
-        object.__setattr__(self, "structured_outputs", outputs)
-        if outputs is not None and self.min_new_tokens:
-            raise InvalidRequestError(
-                f"min_new_tokens={self.min_new_tokens!r} goes without structured_outputs, whose "
-                "grammar says where the output ends"
-            )
+        if self.structured_outputs is not None:
+            outputs = checked_outputs(self.structured_outputs)
+            object.__setattr__(self, "structured_outputs", outputs)
+            if self.min_new_tokens:
+                raise InvalidRequestError(
+                    f"min_new_tokens={self.min_new_tokens!r} goes without structured_outputs, "
+                    "whose grammar says where the output ends"
+                )
         if self.max_thinking_tokens is not None and self.reasoning_tags is None:
             raise InvalidRequestError(
                 f"max_thinking_tokens={self.max_thinking_tokens} needs reasoning_tags, the marks "
@@ -274,6 +275,11 @@ class SamplingParams:
         )
 
     @property
+    def is_guided(self) -> bool:
+        """Whether a grammar or a bound of thoughts decides which tokens come next."""
+        return self.structured_outputs is not None or self.max_thinking_tokens is not None
+
+    @property
     def sampling_mask_size(self) -> int:
         """Most tokens of a position's sampling mask; 0 without `return_sampling_mask`."""
         if not self.return_sampling_mask:
@@ -355,7 +361,9 @@ def _own_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
             f"sampling_params must be a dict or SamplingParams, got {type(fields).__name__}"
         )
     own: dict[str, Any] = {}
-    for name, value in with_own_names(fields).items():
+    if not OTHER_NAMES.isdisjoint(fields):
+        fields = with_own_names(fields)
+    for name, value in fields.items():
         foreign = FOREIGN_FIELDS.get(name)
         if value is None and name in SamplingParams.__slots__:
             continue

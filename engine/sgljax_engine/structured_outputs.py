@@ -125,6 +125,8 @@ _OTHER_NAMES = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
 """SGLang's sampling fields, and their kinds here."""
 
 _OWN_NAMES = ("guided_decoding", "structured_outputs")
+OTHER_NAMES = frozenset({*_OTHER_NAMES, "guided_decoding", "thinking_token_budget"})
+"""All names that `with_own_names` replaces."""
 
 
 def with_own_names(fields: Mapping[str, Any]) -> dict[str, Any]:

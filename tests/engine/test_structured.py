@@ -346,7 +346,6 @@ def test_marks_in_whatever_tokens(tokenizer, thoughts):
     def allowed(text: str, **more: Any) -> set[int]:
         params = SamplingParams(structured_outputs={"regex": "[ab]{2,9}"}, **more)
         guide = guides.make(params, (size - 1,), None, wrapped.encode_rendered(text))
-        assert guide is not None
         bits = np.unpackbits(guide.allowed.words[0].view(np.uint8), bitorder="little")
         return set(np.flatnonzero(bits).tolist())
 
@@ -359,7 +358,6 @@ def test_marks_in_whatever_tokens(tokenizer, thoughts):
         options = {"reasoning_tags": ("", TAGS[1]), "max_thinking_tokens": most}
         ids = wrapped.encode_rendered("bbbabab")[:most]
         guide = guides.make(SamplingParams(**options), (size - 1,), None, ids)
-        assert guide is not None
         for _ in range(20):
             if guide.is_over:
                 break

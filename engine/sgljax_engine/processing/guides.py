@@ -44,15 +44,13 @@ class Guides:
         stop_ids: Sequence[int],
         edits: LogitEdits | None,
         output_ids: Sequence[int] = (),
-    ) -> Guide | None:
-        """The guide of a request; None if its parameters ask for none.
+    ) -> Guide:
+        """The guide of a request, whose parameters ask for one, behind its tokens so far.
 
         Raises:
             InvalidRequestError: for what cannot be guided, with the reason.
         """
-        outputs, most = params.structured_outputs, params.max_thinking_tokens
-        if outputs is None and most is None:
-            return None
+        outputs = params.structured_outputs
         name = "max_thinking_tokens" if outputs is None else "structured_outputs"
         if self._tokenizer is None:
             raise InvalidRequestError(f"{name} needs a tokenizer, and the engine has none")

@@ -132,7 +132,9 @@ class RequestFactory:
             stop_ids = self._check_request(ids, settings)
             self._check_logprobs(ids, reported)
             edits = self._logit_edits(settings, stop_ids)
-            guide = self._guides.make(settings, stop_ids, edits)
+            guide = None
+            if settings.is_guided:
+                guide = self._guides.make(settings, stop_ids, edits)
             key = prompt_key(ids, adapter)
             seed = self.seeds.fresh() if settings.seed in (None, -1) else settings.seed
             requests.extend(
@@ -166,7 +168,8 @@ class RequestFactory:
         self._check_logprobs(ids, saved.logprob_options)
         edits = self._logit_edits(saved.params, stop_ids)
         request = saved.to_request(stop_ids, edits, now_s)
-        request.guide = self._guides.make(saved.params, stop_ids, edits, saved.output_ids)
+        if saved.params.is_guided:
+            request.guide = self._guides.make(saved.params, stop_ids, edits, saved.output_ids)
         if request.num_remaining < 1:
             raise InvalidRequestError(
                 f"request {saved.rid!r} has {len(saved.output_ids)} of "
