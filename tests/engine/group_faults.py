@@ -28,6 +28,7 @@ from sgljax_engine import (
     logical_rules,
 )
 from sgljax_engine.core import commands as cmd
+from sgljax_engine.runner.warmup import Extra
 from tests import inside
 from tests.engine.models import TINY, logical_weights
 from tests.engine.small_tokenizers import CharTokenizer
@@ -186,8 +187,9 @@ def hooks(engine: Engine, expected: list[list[int]]) -> None:
 
     with pytest.raises(SystemExit, match="planted"):
         inside.ask(engine, functools.partial(cmd.Run, leave))
+    include: frozenset[Extra] = frozenset({"score", "table"})
     with pytest.raises(SystemExit, match="planted"):
-        inside.ask(engine, functools.partial(cmd.Warmup, True, True, False, Progress()))
+        inside.ask(engine, functools.partial(cmd.Warmup, include, Progress()))
     assert both(engine) == expected
     check_idle(engine)
 
