@@ -28,12 +28,16 @@ def generating(engine: Engine, prompts: Any, params: SamplingParams) -> Callable
     return generate
 
 
-def take_turns(runs: Mapping[str, Callable[[], object]], num_turns: int) -> dict[str, list[float]]:
+def take_turns(
+    runs: Mapping[str, Callable[[], Any]],
+    num_turns: int,
+    measure: Callable[[Callable[[], Any]], float] = timed,
+) -> dict[str, list[float]]:
     """Seconds of each run in turns of alternating order, after an untimed run of each."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(-1, num_turns):
         for name in list(runs)[:: 1 if turn % 2 else -1]:
-            took_s = timed(runs[name])
+            took_s = measure(runs[name])
             seconds[name] += [took_s] if turn >= 0 else []
     return seconds
 

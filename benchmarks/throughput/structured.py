@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.lib.reporting import make_parser, output_dir, write_results
 from benchmarks.lib.shapes import SMALL, SMALL_IN_WORDS
-from benchmarks.lib.turns import speed_table
+from benchmarks.lib.turns import speed_table, take_turns
 from sgljax_engine import Engine, SamplingParams
 from sgljax_engine.processing.any_tokenizer import wrap_tokenizer
 from sgljax_engine.processing.guides import Guides
@@ -119,11 +119,7 @@ def measure(tokenizer: Any, vocab_size: int, num_turns: int) -> dict[str, list[f
             return free_rows
 
         runs = {name: run(params) for name, params in beside.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in runs}
-        for turn in range(-1, num_turns):
-            for name in list(runs)[:: 1 if turn % 2 else -1]:
-                seconds[name] += [runs[name]()][: turn + 1]
-        return seconds
+        return take_turns(runs, num_turns, measure=lambda run: run())
 
 
 def main(argv: list[str] | None = None) -> None:
