@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -41,6 +42,21 @@ def small_copies() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saved_pages, "_CHUNK_BYTES", PAGES_PER_COPY * page_bytes)
         yield
+
+
+def interrupt(engine: Engine, name: str, rng: random.Random) -> None:
+    """Pauses, sleeps or flushes, by name, and lets the engine go on."""
+    if name == "sleep":
+        engine.sleep(1, preserve_state=rng.random() < 0.5)
+        engine.wake_up()
+        return
+    if name == "flush":
+        engine.pause_generation("retract")
+        engine.flush_cache()
+    else:
+        assert name == "pause"
+        engine.pause_generation(rng.choice(("retract", "in_place")))
+    engine.continue_generation()
 
 
 def wait_until(engine: Engine, holds: Callable[[EngineState], bool]) -> EngineState:

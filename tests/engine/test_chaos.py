@@ -18,6 +18,7 @@ import pytest
 from sgljax_cpu import chain
 from sgljax_engine import Engine, ModelConfig
 from tests.engine import models
+from tests.engine.interrupts import interrupt
 from tests.geometry import RETRACTING, SMALL
 from tests.threads import LIMIT_S, start
 
@@ -126,17 +127,8 @@ class Chaos:
                 )
                 adapters = {**adapters, name: number}
                 self.sets[version] = weights, adapters
-            elif operation == "pause":
-                self.engine.pause_generation(self.random.choice(("retract", "in_place")))
-                self.engine.continue_generation()
-            elif operation == "sleep":
-                keeps = self.random.random() < 0.5
-                self.engine.sleep(1, preserve_state=keeps)
-                self.engine.wake_up()
             else:
-                self.engine.pause_generation("retract")
-                self.engine.flush_cache()
-                self.engine.continue_generation()
+                interrupt(self.engine, operation, self.random)
             self.wait_for_pieces(self.random.randint(1, 12))
 
     def wait_for_pieces(self, count: int) -> None:

@@ -30,6 +30,7 @@ from tests.adapter.helpers import EndingTokenizer
 from tests.devices import run_python
 from tests.engine import models, small_tokenizers
 from tests.engine.grammar_cases import GrammarCase, random_case
+from tests.engine.interrupts import interrupt
 from tests.engine.small_tokenizers import GOLDEN
 from tests.geometry import RETRACTING, SMALL
 from tests.threads import LIMIT_S, start
@@ -140,15 +141,8 @@ class Interrupted:
             self.operations[name] += 1
             if name == "update":
                 self.engine.update_weights(weights(rng.randrange(NUM_WEIGHTS)), mode="retract")
-            elif name == "sleep":
-                self.engine.sleep(1, preserve_state=rng.random() < 0.5)
-                self.engine.wake_up()
             else:
-                self.engine.pause_generation(rng.choice(("retract", "in_place")))
-                if name == "flush":
-                    self.engine.pause_generation("retract")
-                    self.engine.flush_cache()
-                self.engine.continue_generation()
+                interrupt(self.engine, name, rng)
 
     def wait_for_pieces(self, count: int) -> bool:
         """Waits until streams have gone on; False when they are over."""
