@@ -346,8 +346,6 @@ _CONTRARY = (
     ("detokenize", "stop"),
     ("stop", "detokenize"),
     ("bad_token_ids", "allowed_token_ids"),
-    ("structured_outputs", "ignore_eos"),
-    ("ignore_eos", "structured_outputs"),
     ("structured_outputs", "min_new_tokens"),
     ("min_new_tokens", "structured_outputs"),
 )

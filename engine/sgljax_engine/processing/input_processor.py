@@ -146,7 +146,7 @@ class RequestFactory:
                     seed=derive_seed(seed, sample),
                     stop_ids=stop_ids,
                     edits=edits,
-                    guide=None if guide is None else guide.copy(),
+                    guide=guide.copy() if guide is not None and sample else guide,
                     logprob_options=reported,
                     is_streaming=is_streaming,
                     lora=adapter,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -65,7 +65,7 @@ class Vocabulary:
             return made.deep_copy()
 
 
-JSON_WHITE_SPACE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,40}"}
+_JSON = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,40}"}
 """Enough to indent by; without a bound, a weak model may go on with white space to its end."""
 
 
@@ -107,14 +107,13 @@ def grammar_of(outputs: Mapping[str, Any], *, behind_thoughts: bool = False) -> 
     if kind in ("json", "json_object"):
         schema = value if kind == "json" else {"type": "object"}
         if behind_thoughts:
-            schema = json.dumps({**schema, "x-guidance": JSON_WHITE_SPACE})
-            return matcher.grammar_from_lark(f"start: /\\n{{0,2}}/ value\nvalue: %json {schema}")
-        return matcher.grammar_from_json_schema(schema, overrides=JSON_WHITE_SPACE)
+            value = lark_json(schema)
+            return matcher.grammar_from_lark(f"start: /\\n{{0,2}}/ value\nvalue: {value}")
+        return matcher.grammar_from_json_schema(schema, overrides=_JSON)
     if kind == "regex":
         return matcher.grammar_from_regex(value)
     if kind == "choice":
-        choices = " | ".join(json.dumps(each, ensure_ascii=False) for each in value)
-        return matcher.grammar_from_lark(f"start: {choices}")
+        return matcher.grammar_from_lark(f"start: {lark_choice(value)}")
     if "::=" in value:  # GBNF, as SGLang's ebnf
         from llguidance.gbnf_to_lark import any_to_lark
 
@@ -125,3 +124,13 @@ def grammar_of(outputs: Mapping[str, Any], *, behind_thoughts: bool = False) -> 
                 f"structured_outputs['grammar'] is not GBNF: {error}"
             ) from None
     return matcher.grammar_from_lark(value)
+
+
+def lark_json(schema: Mapping[str, Any]) -> str:
+    """The body of a rule in Lark for JSON under a schema."""
+    return "%json " + json.dumps({**schema, "x-guidance": _JSON})
+
+
+def lark_choice(texts: Iterable[str]) -> str:
+    """The body of a rule in Lark for one of some texts."""
+    return " | ".join(map(json.dumps, texts))

@@ -5,13 +5,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sgljax_engine import InvalidRequestError
-from sgljax_engine.processing.vocabulary import JSON_WHITE_SPACE, grammar_of, load_llguidance
+from sgljax_engine.processing.vocabulary import (
+    grammar_of,
+    lark_choice,
+    lark_json,
+    load_llguidance,
+)
 
 _ESCAPED = re.compile(r"\\.|/", re.DOTALL)
 
@@ -53,7 +59,7 @@ class LarkWriter:
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """A rule for JSON under a schema."""
-        return self.rule("json", "%json " + json.dumps({**schema, "x-guidance": JSON_WHITE_SPACE}))
+        return self.rule("json", lark_json(schema))
 
     def content(self, outputs: Mapping[str, Any]) -> str:
         """An expression for checked `structured_outputs`.
@@ -68,7 +74,7 @@ class LarkWriter:
                 "stand inside of another grammar; use json, regex or choice"
             )
         if kind == "choice":
-            return "(" + " | ".join(map(json.dumps, value)) + ")"
+            return f"({lark_choice(value)})"
         if kind == "regex":
             check_outputs(outputs, "structured_outputs['regex']")
             found = _ESCAPED.sub(lambda part: r"\/" if part[0] == "/" else part[0], value)
@@ -100,7 +106,13 @@ class LarkWriter:
 
 def check_outputs(outputs: Mapping[str, Any], name: str) -> None:
     """Raises InvalidRequestError for checked `structured_outputs` that llguidance refuses."""
+    if problem := _problem(grammar_of(outputs)):
+        raise InvalidRequestError(f"{name} cannot be followed: {problem}")
+
+
+@functools.lru_cache(maxsize=64)  # clients send the same schemas again
+def _problem(grammar: str) -> str:
+    """Why llguidance refuses a grammar; empty if it does not."""
     matcher = load_llguidance().LLMatcher
-    is_error, messages = matcher.validate_grammar_with_warnings(grammar_of(outputs))
-    if is_error:
-        raise InvalidRequestError(f"{name} cannot be followed: {messages[0].partition(chr(10))[0]}")
+    is_error, messages = matcher.validate_grammar_with_warnings(grammar)
+    return messages[0].partition("\n")[0] if is_error else ""

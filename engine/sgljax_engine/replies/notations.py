@@ -13,7 +13,7 @@ from typing import Any
 
 from sgljax_engine import InvalidRequestError
 from sgljax_engine.replies.lark import LarkWriter
-from sgljax_engine.replies.values import TYPE_NAMES, types_of
+from sgljax_engine.replies.values import TYPE_NAMES, definitions_of, types_of
 
 Schema = Mapping[str, Any]
 
@@ -53,10 +53,6 @@ class _Schemas:
             f"the parameters of the tool {self._tool!r} have {what}, which has no grammar in the "
             "model's format of tool calls"
         )
-
-    @property
-    def definitions(self) -> Schema:
-        return self._root.get("$defs", self._root.get("definitions", {}))
 
     def with_definitions(self, schema: Schema) -> Schema:
         """A part of the schema that stands alone."""
@@ -176,7 +172,7 @@ class Tags:
         return " ".join(parts)
 
     def _value(self, schema: Any) -> str:
-        kinds = types_of(schema, self._schemas.definitions)
+        kinds = types_of(schema, definitions_of(self._root))
         if kinds and "string" not in kinds:
             alone = self._schemas.with_definitions(schema)
             return f"{self._writer.json(alone)} {self._writer.text(self._END)}"

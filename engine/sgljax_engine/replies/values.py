@@ -154,9 +154,8 @@ def _call(value: Any, schemas: Schemas) -> Call:
     schema = schemas.get(name.strip(), {})
     properties = schema.get("properties")
     if isinstance(properties, dict):
-        definitions = schema.get("$defs", schema.get("definitions", {}))
         arguments = {
-            key: _cast(given, types_of(properties.get(key), definitions))
+            key: _cast(given, types_of(properties.get(key), definitions_of(schema)))
             for key, given in arguments.items()
         }
     text = _ENCODER.encode(arguments)
@@ -175,6 +174,11 @@ TYPE_NAMES: Mapping[type, str] = {
     dict: "object",
 }
 """JSON Schema's names of types."""
+
+
+def definitions_of(schema: Mapping[str, Any]) -> Any:
+    """What `$ref` of a schema may name."""
+    return schema.get("$defs", schema.get("definitions", {}))
 
 
 def types_of(schema: Any, definitions: Any) -> list[str]:

@@ -11,9 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-WORD_BITS = 32
-NO_LIMIT = 2**31 - 1
-"""Steps of a row without a grammar."""
+from sgljax_engine.sampling.guide import WORD_BITS
 
 
 class AllowedBatch(NamedTuple):
@@ -21,7 +19,7 @@ class AllowedBatch(NamedTuple):
 
     Shape: rows: [G] int32, places in the batch of rows with a grammar; B for none. words: [G, q, W]
         uint32, a bit for each token that they may generate. num_steps: [B] int32, steps of the
-        dispatch that a row's words hold for: it takes no more.
+        dispatch that a row's words hold for: it takes no more. `guide.ENDLESS` without a grammar.
     """
 
     rows: jax.Array

@@ -89,9 +89,8 @@ class Speculator:
         text = self._texts[request.rid]
         if request.guide is not None:  # only what its grammar foretells can be verified
             forced = request.guide.allowed.drafts
-            tail = text.tokens[-MATCHED_TOKENS:]
-            both = np.concatenate([tail, np.asarray(forced, np.int32)]) if forced else tail[:0]
-            return RowDrafts((), (both,), text.tokens, drafts_own=False)
+            behind = np.concatenate([text.tokens[-MATCHED_TOKENS:], np.array(forced, np.int32)])
+            return RowDrafts((), (behind,) if forced else (), text.tokens, drafts_own=False)
 
         def references(name: str) -> Sequence[np.ndarray]:
             drafter = self._drafters.get(name)

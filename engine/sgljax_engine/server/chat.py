@@ -124,12 +124,7 @@ class _ChatAnswer:
         )
         self._prompt = engine.detokenize(self._prompt_ids, skip_special_tokens=None)
         self._outputs = self._structured_outputs(tools or [])
-        given = (body.max_tokens, body.max_completion_tokens)
-        if None not in given and given[0] != given[1]:
-            raise InvalidRequestError(
-                f"max_tokens={given[0]} contradicts max_completion_tokens={given[1]}"
-            )
-        max_tokens = next((value for value in given if value is not None), None)
+        max_tokens = _agreed(body, "max_tokens", "max_completion_tokens")
         if body.top_logprobs and not body.logprobs:
             raise InvalidRequestError(f"top_logprobs={body.top_logprobs} needs logprobs=true")
         logprobs: dict[str, Any] = {}
@@ -199,15 +194,12 @@ class _ChatAnswer:
         return options
 
     def _max_thinking_tokens(self) -> int | None:
-        body = self._body
-        given = (body.max_thinking_tokens, body.thinking_token_budget)
-        if None not in given and given[0] != given[1]:
-            raise InvalidRequestError(
-                f"max_thinking_tokens={given[0]} contradicts thinking_token_budget={given[1]}"
-            )
-        most = next((value for value in given if value not in (None, -1)), None)
-        if most is not None and not self._reading.has_thoughts:
-            name = "thinking_token_budget" if given[0] is None else "max_thinking_tokens"
+        names = "max_thinking_tokens", "thinking_token_budget"
+        most = _agreed(self._body, *names)
+        if most in (None, -1):
+            return None
+        if not self._reading.has_thoughts:
+            name = names[self._body.max_thinking_tokens is None]
             raise InvalidRequestError(
                 f"{name}={most} needs a chat template with known marks of thoughts, and the "
                 "model's has none"
@@ -304,6 +296,14 @@ class _ChatAnswer:
         known = self._texts.bytes_of(token)
         name = openai.token_name(self._body, self._texts, token)
         return {"token": name, "logprob": logprob, "bytes": known and list(known)}
+
+
+def _agreed(body: ChatRequest, name: str, other: str) -> int | None:
+    """The value of two fields that mean the same."""
+    given, also = getattr(body, name), getattr(body, other)
+    if None not in (given, also) and given != also:
+        raise InvalidRequestError(f"{name}={given} contradicts {other}={also}")
+    return also if given is None else given
 
 
 def _schemas(tools: Sequence[Tool]) -> dict[str, dict[str, Any]]:

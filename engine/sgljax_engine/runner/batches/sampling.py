@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from sgljax_engine.runner.batches.batch import grow_buckets, pick_bucket
-from sgljax_engine.sampling.allowed import NO_LIMIT, WORD_BITS, AllowedBatch
+from sgljax_engine.sampling.allowed import AllowedBatch
 from sgljax_engine.sampling.filters import KEEP_ALL, make_filters
+from sgljax_engine.sampling.guide import ENDLESS, WORD_BITS
 from sgljax_engine.sampling.logprobs import LogprobBatch
 from sgljax_engine.sampling.masks import MaskBatch
 from sgljax_engine.sampling.sampler import SamplingBatch
@@ -207,5 +208,5 @@ def allowed_batch(count: int, size: int, vocab_size: int, row_tokens: int) -> Al
     """Room for `count` rows with a grammar, all of which may generate any token."""
     rows: Any = np.full(count, size, np.int32)
     words: Any = np.full((count, row_tokens, -(-vocab_size // WORD_BITS)), 0xFFFFFFFF, np.uint32)
-    num_steps: Any = np.full(size, NO_LIMIT, np.int32)
+    num_steps: Any = np.full(size, ENDLESS, np.int32)
     return AllowedBatch(rows, words, num_steps)

@@ -42,7 +42,8 @@ from sgljax_engine.runner.programs.drafts import (
 )
 from sgljax_engine.runner.programs.prefill import with_routed
 from sgljax_engine.runner.programs.recur import accept, row_recur, verify_recur
-from sgljax_engine.sampling.allowed import NO_LIMIT, AllowedBatch, forbid_others
+from sgljax_engine.sampling.allowed import AllowedBatch, forbid_others
+from sgljax_engine.sampling.guide import ENDLESS
 from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch
 from sgljax_engine.sampling.masks import MaskBatch
 from sgljax_engine.sampling.sampler import Sampled, SamplingBatch, sample
@@ -426,7 +427,7 @@ class _Run(NamedTuple):
             drawn = sample(logits_, sampling_, offset_, choices, shards, sampler, others_, masks_)
             return jax.tree.map(lambda x, new: x.at[places].set(new, mode="drop"), sampled, drawn)
 
-        goes_on = jnp.any(self.is_active(carry) & (allowed.num_steps < NO_LIMIT))
+        goes_on = jnp.any(self.is_active(carry) & (allowed.num_steps < ENDLESS))
         return lax.cond(goes_on, follow, lambda: sampled)
 
     def keep(self, carry: _Carry, sampled: Sampled, active: jax.Array) -> _Kept:
