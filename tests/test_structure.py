@@ -30,7 +30,8 @@ SHEDS = ("benchmarks", "examples", "tests", "tools")
 # The engine's parts, from the bottom up: each imports only itself and rows above its own.
 LAYERS = (
     ("errors", "kernels"),
-    ("checks", "foreign_options", "structured_outputs"),
+    ("checks", "foreign_options"),
+    ("structured_outputs",),
     ("io_struct", "layers", "sampling_params"),
     ("config", "model_config", "observability", "sampling", "speculation", "weights"),
     ("types",),

@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Sequence
 from pathlib import Path
 
-from sgljax_engine.errors import InvalidConfigError
+from sgljax_engine.errors import InvalidConfigError, InvalidRequestError
 
 
 def require(ok: bool, name: str, value: object, limit: str) -> None:
@@ -58,3 +58,14 @@ def check_names(name: str, value: object, known: Sequence[str], limit: str) -> t
 def check_positive(name: str, value: float) -> None:
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     require(is_number and math.isfinite(value) and value > 0, name, value, "a positive number")
+
+
+def check_text(text: str, name: str = "the text") -> None:
+    """Refuses a lone surrogate, which no tokenizer can encode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{name} must be text without lone surrogates, got {text[error.start]!r} at position "
+            f"{error.start}"
+        ) from None

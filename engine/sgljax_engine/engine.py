@@ -24,6 +24,7 @@ from sgljax_engine.builder import group, sources
 from sgljax_engine.builder.adapters import adapter_source, check_adapters, first_sources
 from sgljax_engine.builder.endable_progress import EndableProgress
 from sgljax_engine.checkpoint.manager import CheckpointManager, SaveReport
+from sgljax_engine.checks import check_text
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.command import SHUT_DOWN
@@ -51,7 +52,7 @@ from sgljax_engine.observability.progress import EngineProgress, ProgressListene
 from sgljax_engine.observability.trace import MAX_EVENTS, Recording
 from sgljax_engine.outputs import RequestOutput
 from sgljax_engine.processing.any_tokenizer import take_tokenizer
-from sgljax_engine.processing.bounded_text import check_length, check_text
+from sgljax_engine.processing.bounded_text import check_length
 from sgljax_engine.processing.conversation import conversation_ids, split_conversations
 from sgljax_engine.processing.futures import Answer
 from sgljax_engine.processing.generation_defaults import read_generation_defaults

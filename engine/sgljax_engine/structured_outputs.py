@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from sgljax_engine.checks import check_text
 from sgljax_engine.errors import InvalidRequestError, unknown_name_message
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
@@ -82,6 +83,7 @@ def _schema(name: str, value: Any) -> Any:
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{name} must hold what JSON can: {error}") from None
     _text(name, text)
+    check_text(json.dumps(value, ensure_ascii=False), name)
     return json.loads(text)
 
 
@@ -98,6 +100,7 @@ def _text(name: str, value: Any) -> str:
         raise InvalidRequestError(
             f"{name} must have at most {MAX_GRAMMAR_LEN} characters, got {len(value)}"
         )
+    check_text(value, name)
     return value
 
 

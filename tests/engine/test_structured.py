@@ -409,6 +409,10 @@ def test_an_output_may_begin_with_thoughts_or_without(engine):
         ({"regex": "a", "choice": ["b"]}, r"must have one of .*, got \['regex', 'choice'\]"),
         ({"regexp": "a"}, "unknown structured_outputs 'regexp'.*regex"),
         ({"structural_tag": "x", "regex": "a"}, "structural_tag"),
+        ({"regex": "a\ud83d"}, r"\['regex'\] must be text without lone surrogates, .* position 1"),
+        ({"choice": ["\ud83d"]}, r"\['choice'\] must be text without lone surrogates"),
+        ({"json": {"const": "\ud83d"}}, r"\['json'\] must be text without lone surrogates"),
+        ({"grammar": 'start: "\ud83d"'}, r"\['grammar'\] must be text without lone surrogates"),
         ("a", "structured_outputs must be a dict"),
     ],
 )

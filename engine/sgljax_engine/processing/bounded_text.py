@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sgljax_engine.checks import check_text
 from sgljax_engine.errors import InvalidRequestError
 from sgljax_engine.processing.tokenizer import Tokenizer
 
@@ -11,17 +12,6 @@ MAX_CHARS_PER_TOKEN = 256
 _PIECE_CHARS = 1 << 14
 _CUT_TOKENS = 64
 """Tokens that a cut through a word may add, at most."""
-
-
-def check_text(text: str) -> None:
-    """Refuses a lone surrogate, which no tokenizer can encode."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(
-            f"the text must be text without lone surrogates, got {text[error.start]!r} at position "
-            f"{error.start}"
-        ) from None
 
 
 def check_length(tokenizer: Tokenizer, text: str, max_tokens: int) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from sgljax_engine.checks import check_text
 from sgljax_engine.errors import InvalidRequestError
-from sgljax_engine.processing.bounded_text import check_length, check_text
+from sgljax_engine.processing.bounded_text import check_length
 from sgljax_engine.processing.chat_template import check_messages
 from sgljax_engine.processing.tokenizer import Tokenizer
 
