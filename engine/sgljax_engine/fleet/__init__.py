@@ -1,6 +1,8 @@
 """A trainer's side of a fleet of servers, and what its servers know of it: a shed of the engine.
 
-`config`, `manifest`, `reader` and `follower` serve the servers; the rest needs the extra `fleet`.
+A *weight store* is a folder, or a bucket behind a URL of fsspec, that one trainer writes and any
+number of servers read. `RemoteEngine` is what a trainer has in the place of an engine. It needs the
+extra `fleet`.
 """
 
 from __future__ import annotations
