@@ -24,7 +24,7 @@ QUICK: dict[str, Any] = {"request_timeout_s": 60, "sync_timeout_s": 60, "outage_
 class Worker:
     """A server with an engine of random weights, which others replace."""
 
-    def __init__(self, actor: nnx.Module, store: Path, name: str, **options: Any) -> None:
+    def __init__(self, actor: Any, store: Path, name: str, **options: Any) -> None:
         self.engine = Engine(
             model_config=to_model_config(actor.config, context_length=MAX_LEN),
             load_format="dummy",

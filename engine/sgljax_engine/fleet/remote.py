@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -416,7 +415,7 @@ class RemoteEngine:
         """Does nothing; see `sleep`."""
 
     def shutdown(self) -> None:
-        """Cancels what is under way and closes the connections; the workers serve on. Idempotent."""
+        """Cancels what is under way and disconnects; the workers serve on. Idempotent."""
         self._loop.close(self._client.close())
 
     async def _tell_all(self, path: str, body: Mapping[str, Any]) -> list[Any]:

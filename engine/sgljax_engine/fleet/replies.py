@@ -54,9 +54,7 @@ def with_text(output: RequestOutput, request: Request, detokenizer: Detokenizer)
     return dataclasses.replace(output, text=stream.finish())
 
 
-def read_output(
-    reply: Mapping[str, Any], request: Request, moe: MoEConfig | None
-) -> RequestOutput:
+def read_output(reply: Mapping[str, Any], request: Request, moe: MoEConfig | None) -> RequestOutput:
     """What an engine in process would have returned, without text.
 
     Raises KeyError, TypeError or ValueError for a reply that is not one of our servers'.
