@@ -67,6 +67,7 @@ class FleetClient:
     def __init__(self, config: FleetConfig) -> None:
         self._config = config
         self._targets = [_Target(url) for url in config.urls]
+        self._behind: dict[str, _Target] = {}  # workers behind routers
         self._slots = asyncio.Semaphore(config.max_in_flight)
         self._http = httpx.AsyncClient(
             # Proxies of the environment are not for workers of one's own.
@@ -101,15 +102,31 @@ class FleetClient:
             FleetError: when there was no answer for `outage_timeout_s`.
         """
         async with self._slots:
-            return await self._ask(path, body, session, read)
+            return await self._ask(self._targets, path, body, session, read)
+
+    async def ask_a_worker(
+        self, path: str, body: Mapping[str, Any], session: str, read: Callable[[Any], Any]
+    ) -> Any:
+        """`ask` for a route that routers do not know: straight to a worker."""
+        async with self._slots:
+            urls = await self.worker_urls()
+            known = {target.url: target for target in (*self._targets, *self._behind.values())}
+            targets = [known.get(url) or _Target(url) for url in urls]
+            self._behind = {target.url: target for target in targets}
+            return await self._ask(targets or self._targets, path, body, session, read)
 
     async def _ask(
-        self, path: str, body: Mapping[str, Any], session: str, read: Callable[[Any], Any]
+        self,
+        targets: Sequence[_Target],
+        path: str,
+        body: Mapping[str, Any],
+        session: str,
+        read: Callable[[Any], Any],
     ) -> Any:
         headers = self._headers(self._config.api_key) | dict.fromkeys(SESSION_HEADERS, session)
         began, wait_s, num_nonfinite = time.monotonic(), _FIRST_WAIT_S, 0
         while True:
-            target = self._pick(session)
+            target = _pick(targets, session)
             target.num_open += 1
             try:
                 reply = await self._http.post(target.url + path, json=body, headers=headers)
@@ -150,14 +167,6 @@ class FleetClient:
             raise InvalidConfigError(f"fleet's api_key is refused: {problem}")
         if status in (400, 413, 422):
             raise InvalidRequestError(f"a worker refuses the request: {problem}")
-
-    def _pick(self, session: str) -> _Target:
-        """The address of a session, by rendezvous hashing among those that are not overloaded."""
-        now_s = time.monotonic()
-        targets = [each for each in self._targets if each.resumes_s <= now_s] or self._targets
-        idlest = min(target.num_open for target in targets)
-        targets = [each for each in targets if each.num_open <= idlest + _MAX_LOAD_GAP]
-        return max(targets, key=lambda target: _weight(session, target.url))
 
     # ------------------------------------------------------------------ control
 
@@ -209,6 +218,15 @@ class FleetClient:
 
     def _headers(self, key: str | None) -> dict[str, str]:
         return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
+def _pick(targets: Sequence[_Target], session: str) -> _Target:
+    """The address of a session, by rendezvous hashing among those that are not overloaded."""
+    now_s = time.monotonic()
+    targets = [each for each in targets if each.resumes_s <= now_s] or targets
+    idlest = min(target.num_open for target in targets)
+    targets = [each for each in targets if each.num_open <= idlest + _MAX_LOAD_GAP]
+    return max(targets, key=lambda target: _weight(session, target.url))
 
 
 def _weight(session: str, url: str) -> bytes:
