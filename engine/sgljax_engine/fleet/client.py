@@ -209,7 +209,7 @@ class FleetClient:
                     timeout=httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S),
                 )
                 if reply.status_code == 200:
-                    return Reply(url, reply.json() if reply.content else None, None)
+                    return Reply(url, reply.json() if _is_json(reply) else reply.text, None)
                 return Reply(url, None, _problem(reply))
             except (httpx.HTTPError, ValueError) as error:
                 return Reply(url, None, f"{type(error).__name__} {error}".strip())
@@ -231,6 +231,10 @@ def _pick(targets: Sequence[_Target], session: str) -> _Target:
 
 def _weight(session: str, url: str) -> bytes:
     return hashlib.blake2b(f"{session} {url}".encode(), digest_size=8).digest()
+
+
+def _is_json(reply: httpx.Response) -> bool:
+    return "json" in reply.headers.get("content-type", "")
 
 
 def _problem(reply: httpx.Response) -> str:

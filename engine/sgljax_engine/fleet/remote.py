@@ -333,6 +333,10 @@ class RemoteEngine:
         """`continue_generation` for asyncio."""
         await self._await(self._tell_all("/continue_generation", {}))
 
+    def flush_cache(self) -> None:
+        """Empties the prefix caches of all workers; see `Engine.flush_cache`."""
+        self._loop.run(self._tell_all("/flush_cache", {}))
+
     async def async_abort_request(self, rid: str | None = None, abort_all: bool = False) -> int:
         """As `Engine.async_abort_request`, of requests that were given an id."""
         body = {"rid": rid, "abort_all": abort_all}
