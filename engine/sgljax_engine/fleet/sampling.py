@@ -59,7 +59,7 @@ class FleetSampler:
 
     async def _sample(self, request: Request, *, has_rid: bool) -> RequestOutput:
         version = self._newest()
-        body = generate_body(request) | {"min_weight_version": version}
+        body = generate_body(request, version)
         if has_rid:
             body["rid"] = request.rid
 
