@@ -26,8 +26,8 @@ from sgljax_engine.fleet.manifest import (
     dump,
     layout,
     load_manifest,
-    load_store_id,
     newest_manifest,
+    parse_store_file,
     store_file,
 )
 from sgljax_engine.weights.safetensors_file import DTYPES
@@ -197,9 +197,9 @@ class VersionWriter:
 
     def _claim(self, version: int, versions: Sequence[int]) -> None:
         """Takes a number, and frees the disk of what has not become a version."""
+        self._last = version  # first, since a claim that fails may be there
         if not self._files.claim(version, self._id):
             self._refuse(version)
-        self._last = version
         if self._previous is None:  # the first of this life, or behind a failure
             for each in versions:
                 if not self._files.has_manifest(each):
@@ -215,8 +215,12 @@ class VersionWriter:
         return len(data)
 
     def _check_alone(self, versions: Sequence[int]) -> None:
+        """Refuses to write if another writer has claimed a number behind, or in place of, ours."""
         if self._is_replaced or (self._last and versions and versions[-1] > self._last):
             self._refuse(versions[-1] if versions else 0)
+        has_failed = self._previous is None and self._last in versions
+        if has_failed and not self._files.is_claimed_by(self._last or 0, self._id):
+            self._refuse(self._last or 0)
 
     def _refuse(self, version: int) -> None:
         self._is_replaced = True
@@ -229,13 +233,16 @@ class VersionWriter:
     def _identify(self) -> str:
         """The store's id: made by its first writer, made good if its file is damaged."""
         path = self._files.shown(STORE_FILE)
+        new = self._store_id or uuid.uuid4().hex
+        if not self._files.has_store_file():
+            self._files.create(STORE_FILE, store_file(new))
+        data = self._files.read(STORE_FILE)
         try:
-            found = load_store_id(self._files)
+            found = parse_store_file(data, path)
         except WeightStoreError as error:
-            found = self._store_id or uuid.uuid4().hex
-            if not self._files.create(STORE_FILE, store_file(found)):
-                logger.warning("%s is written anew: %s", path, error)
-                self._files.replace(STORE_FILE, store_file(found))
+            logger.warning("%s is written anew: %s", path, error)
+            self._files.replace(STORE_FILE, store_file(new))
+            found = new
         if self._store_id not in (None, found):
             self._is_replaced = True
             raise WeightStoreError(f"{path} has the id {found}, expected {self._store_id}")
