@@ -9,7 +9,6 @@ from urllib.parse import urlsplit
 
 from sgljax_engine.errors import EngineError, InvalidConfigError
 
-
 ADAPTER = "policy"
 """Name of a fleet's adapter."""
 

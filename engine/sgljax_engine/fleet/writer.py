@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sgljax_engine.errors import InvalidConfigError, WeightStoreError
+from sgljax_engine.fleet.config import PAIRS
 from sgljax_engine.fleet.deltas import TensorDelta, bits, replace, sha256, update
 from sgljax_engine.fleet.files import MANIFEST, STORE_FILE, StoreFiles
 from sgljax_engine.fleet.manifest import (
@@ -23,6 +24,7 @@ from sgljax_engine.fleet.manifest import (
     Form,
     Manifest,
     TensorEntry,
+    VersionRef,
     dump,
     layout,
     load_manifest,
@@ -33,6 +35,9 @@ from sgljax_engine.fleet.manifest import (
 from sgljax_engine.weights.safetensors_file import DTYPES
 
 logger = logging.getLogger(__name__)
+
+_KEPT_ADAPTERS = 4
+"""Versions with an adapter that stay above a base."""
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -77,6 +82,10 @@ class VersionWriter:
     there, such as that of a trainer which hung and was replaced, gets a WeightStoreError at its
     next `write`, and writes no more.
 
+    A version with an adapter holds the model's tensors too, so that it can be read alone. It is a
+    delta of the last base, without those between: the pairs whole, and of the model nothing new. So
+    it takes the adapter's bytes, and one base serves any number of them.
+
     It keeps a copy of the last version in host memory, to compare with. One thread at a time may
     call.
     """
@@ -116,6 +125,8 @@ class VersionWriter:
         self._held: dict[str, np.ndarray] = {}
         self._digests: dict[str, str] = {}
         self._base: int | None = None
+        self._base_ref: VersionRef | None = None  # while the model's tensors are that base's
+        self._adapters: list[int] = []  # versions with an adapter above that base
         self._is_replaced = False
 
     @property
@@ -167,7 +178,14 @@ class VersionWriter:
         before = None if as_base else self._delta_of(arrays, adapter, versions, version)
         self._claim(version, versions)
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            changes = list(pool.map(lambda name: self._change(name, arrays[name], before), arrays))
+            changes = list(
+                pool.map(
+                    lambda name: self._change(
+                        name, arrays[name], None if name.startswith(PAIRS) else before
+                    ),
+                    arrays,
+                )
+            )
             changes, groups = _assign_files(changes, self._max_file_bytes)
             numbers = range(len(groups))
             files = tuple(pool.map(lambda i: self._write_file(version, i, groups[i]), numbers))
@@ -177,7 +195,7 @@ class VersionWriter:
             version=version,
             store=store,
             writer=self._id,
-            previous=None if is_base or before is None else before.ref,
+            previous=None if is_base else before,
             adapter=adapter,
             files=files,
             tensors=tensors,
@@ -185,8 +203,13 @@ class VersionWriter:
         num_bytes = sum(file.num_bytes for file in files) + self._publish(manifest)
         self._previous = manifest
         if is_base:
-            self._base = version
+            self._base, self._base_ref, self._adapters = version, manifest.ref, []
             self._delete_old()
+        elif any(each.form != "same" and not each.name.startswith(PAIRS) for each in tensors):
+            self._base_ref = None
+        elif adapter is not None:
+            self._adapters.append(version)
+            self._delete_adapters()
         return WrittenVersion(
             version=version,
             is_base=is_base,
@@ -255,19 +278,20 @@ class VersionWriter:
         adapter: dict[str, Any] | None,
         versions: Sequence[int],
         version: int,
-    ) -> Manifest | None:
+    ) -> VersionRef | None:
         """The version that this one can be a delta of."""
         before = self._previous
         if before is None or self._base is None or before.version not in versions:
             return None
-        if version - self._base >= self._base_every or adapter != before.adapter:
+        if adapter is None and (version - self._base >= self._base_every or before.adapter):
             return None
         specs = {name: (_DTYPE_NAMES[x.dtype], x.shape) for name, x in arrays.items()}
-        if specs != {each.name: (each.dtype, each.shape) for each in before.tensors}:
+        known = {each.name: (each.dtype, each.shape) for each in before.tensors}
+        if _of_model(specs) != _of_model(known):
             return None
-        return before
+        return before.ref if adapter is None else self._base_ref
 
-    def _change(self, name: str, array: np.ndarray, before: Manifest | None) -> _Change:
+    def _change(self, name: str, array: np.ndarray, before: VersionRef | None) -> _Change:
         """Takes a tensor over into what is held, and says how it is stored. Runs on a thread."""
         held = self._held.get(name)
         if before is not None and held is not None:
@@ -320,6 +344,11 @@ class VersionWriter:
             if len(bases) > self._keep and version < bases[-self._keep]:
                 self._delete(version)
 
+    def _delete_adapters(self) -> None:
+        """Deletes versions with an adapter behind the newest ones: nothing is made of them."""
+        while len(self._adapters) > _KEPT_ADAPTERS:
+            self._delete(self._adapters.pop(0))
+
     def _is_base(self, version: int) -> bool:
         try:
             return load_manifest(self._files, version).previous is None
@@ -331,6 +360,10 @@ class VersionWriter:
             self._files.delete_version(version)
         except WeightStoreError as error:  # it harms nobody, and the next base tries again
             logger.warning("an old version stays: %s", error)
+
+
+def _of_model(specs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: spec for name, spec in specs.items() if not name.startswith(PAIRS)}
 
 
 def _assign_files(
