@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -141,7 +141,12 @@ def test_nothing_is_reloaded_from_an_empty_store(engine, store):
 
 
 class TestAdapters:
-    CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "o_proj"]}
+    CONFIG: ClassVar[dict[str, Any]] = {
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 4,
+        "target_modules": ["q_proj", "o_proj"],
+    }
 
     def pairs(self, seed: int) -> dict[str, np.ndarray]:
         """PEFT's tensors: A [rank, in] and B [out, rank]."""
