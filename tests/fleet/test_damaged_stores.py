@@ -125,7 +125,8 @@ class Damager:
         return None
 
     def stale_manifest(self):
-        shutil.copy(self.pick("versions/*/manifest.json"), self.pick("versions/*/manifest.json"))
+        stale = self.pick("versions/*/manifest.json").read_bytes()
+        self.pick("versions/*/manifest.json").write_bytes(stale)
 
     def foreign_manifest(self):
         path = self.pick("versions/*/manifest.json")
@@ -207,8 +208,8 @@ def read_damaged(stores: tuple[Store, Store], tmp_path: Path, number: int, heal:
         found = read.read(version)
         outcome = "right" if same(found.tensors, store.versions[version]) else "wrong"
     except WeightStoreError as error:
-        assert re.search(r"case-\d+/(versions/\d{10}|store\.json)", str(error)), error
-        outcome = "refused"
+        is_named = re.search(r"case-\d+/(versions/\d{10}/\w|store\.json)", str(error))
+        outcome = "refused" if is_named else f"refused, but without a file: {error}"
     if heal:
         if outcome == "refused" and held:  # what was held still is
             again = VersionReader(store.folder)
@@ -232,7 +233,7 @@ def test_no_damage_is_served(stores, tmp_path, first):
         read_damaged(stores, tmp_path, number, heal=True)
         for number in range(first, first + NUM_CASES // 4)
     )
-    assert found["wrong"] == 0
+    assert found.keys() == {"right", "refused"}
     assert found["refused"] > 25  # the damage was where it was looked
     assert found["right"] > 25
 
