@@ -34,6 +34,7 @@ from sgljax_engine.weights.safetensors_file import DTYPES
 
 logger = logging.getLogger(__name__)
 
+_MIN_THREADED_BYTES = 2**20
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -167,7 +168,10 @@ class VersionWriter:
         before = None if as_base else self._delta_of(arrays, adapter, versions, version)
         self._claim(version, versions)
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            changes = list(pool.map(lambda name: self._change(name, arrays[name], before), arrays))
+            # Threads cost more than they save where there is little to do.
+            num_bytes = sum(array.nbytes for array in arrays.values())
+            run = pool.map if num_bytes > _MIN_THREADED_BYTES else map
+            changes = list(run(lambda name: self._change(name, arrays[name], before), arrays))
             changes, groups = _assign_files(changes, self._max_file_bytes)
             numbers = range(len(groups))
             files = tuple(pool.map(lambda i: self._write_file(version, i, groups[i]), numbers))
@@ -182,7 +186,7 @@ class VersionWriter:
             files=files,
             tensors=tensors,
         )
-        num_bytes = sum(file.num_bytes for file in files) + self._publish(manifest)
+        num_written = sum(file.num_bytes for file in files) + self._publish(manifest)
         self._previous = manifest
         if is_base:
             self._base = version
@@ -190,8 +194,8 @@ class VersionWriter:
         return WrittenVersion(
             version=version,
             is_base=is_base,
-            num_bytes=num_bytes,
-            whole_bytes=sum(array.nbytes for array in arrays.values()),
+            num_bytes=num_written,
+            whole_bytes=num_bytes,
             num_changed=sum(change.delta.num_changed for change in changes),
         )
 
