@@ -291,11 +291,20 @@ class RemoteEngine:
 
     def _tensors(self, source: Any, rules: Sequence[WeightRule]) -> dict[str, np.ndarray]:
         """The weights in Hugging Face's names and form, in the dtype that the workers serve."""
-        tensors = to_hf_tensors(self._model, _on_host(source), rules)
-        return {
-            name: np.ascontiguousarray(tensor.load().astype(self._dtype, copy=False))
-            for name, tensor in tensors.items()
-        }
+        with jax.transfer_guard("allow"):  # Tunix forbids transfers around a sync
+            tensors = to_hf_tensors(self._model, jax.device_get(dict(source)), rules)
+            return {
+                name: np.ascontiguousarray(tensor.load().astype(self._dtype, copy=False))
+                for name, tensor in tensors.items()
+            }
+
+    def _pairs(
+        self, source: Any, rules: Sequence[WeightRule]
+    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """An adapter's tensors in PEFT's names, and its config."""
+        with jax.transfer_guard("allow"):
+            pairs = jax.device_get(dict(source))
+            return to_peft_tensors(self._model, pairs, rules, self._max_rank)
 
     def load_adapter(
         self, name: str, source: Any, rules: Sequence[WeightRule], *, mode: PauseMode = "retract"
@@ -309,7 +318,7 @@ class RemoteEngine:
         """
         if name != ADAPTER:
             raise InvalidRequestError(f"a fleet's adapter is {ADAPTER!r}, got {name!r}")
-        tensors, config = to_peft_tensors(self._model, _on_host(source), rules, self._max_rank)
+        tensors, config = self._pairs(source, rules)
         return self._publisher.publish(self._base | tensors, config, mode)
 
     def find_differing_weights(self, source: Any, rules: Sequence[WeightRule]) -> list[str]:
@@ -322,7 +331,7 @@ class RemoteEngine:
         """Names of an adapter's tensors whose bits differ from mapped ones."""
         if name != ADAPTER:
             raise InvalidRequestError(f"a fleet's adapter is {ADAPTER!r}, got {name!r}")
-        tensors, _ = to_peft_tensors(self._model, _on_host(source), rules, self._max_rank)
+        tensors, _ = self._pairs(source, rules)
         return self._publisher.differing(tensors)
 
     # ------------------------------------------------------------------ control
@@ -378,12 +387,6 @@ class RemoteEngine:
 
     async def _await(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         return await asyncio.wrap_future(self._loop.start(coroutine))
-
-
-def _on_host(source: Any) -> dict[str, np.ndarray]:
-    """Copies a trainer's arrays, which Tunix forbids around a sync: there is no other way here."""
-    with jax.transfer_guard("allow"):
-        return {name: np.asarray(x) for name, x in jax.device_get(dict(source)).items()}
 
 
 async def _make(kind: Callable[[FleetConfig], _T], config: FleetConfig) -> _T:
