@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
+import os
+import shutil
 import socket
 import subprocess
-import sys
 import threading
 import urllib.parse
 from collections.abc import Iterator
@@ -19,12 +19,16 @@ import httpx
 
 from tests.threads import wait_for
 
-REAL = ("sglang_router", "vllm_router")
-"""Modules of the routers; their wheels are not among the development tools."""
+REAL = {"sglang-router": ("launch",), "vllm-router": ()}
+"""Commands that start a router, and their first arguments.
+
+They are not among the development tools, whose versions of aiohttp and pydantic they would decide:
+install each into an environment of its own and put its folder of commands on the path.
+"""
 
 
-def is_installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
+def is_installed(name: str) -> bool:
+    return shutil.which(name) is not None
 
 
 class ScriptedRouter:
@@ -93,18 +97,20 @@ class ScriptedRouter:
 
 
 @contextlib.contextmanager
-def real_router(module: str, folder: Path, *options: str) -> Iterator[str]:
+def real_router(name: str, folder: Path, *options: str) -> Iterator[str]:
     """The URL of a real router in a process of its own, without workers."""
     ports = [_free_port() for _ in range(2)]
-    command = [sys.executable, "-m", f"{module}.launch_router", "--host", "127.0.0.1"]
-    command += ["--port", str(ports[0]), "--prometheus-port", str(ports[1])]
+    command = [name, *REAL[name], "--host", "127.0.0.1", "--port", str(ports[0])]
+    command += ["--prometheus-port", str(ports[1])]
     command += ["--health-check-interval-secs", "1", "--worker-startup-check-interval", "1"]
-    with (folder / f"{module}.log").open("wb") as log:
-        process = subprocess.Popen([*command, *options], stdout=log, stderr=log)
+    # Its interpreter is not this one.
+    environment = {name: each for name, each in os.environ.items() if name != "PYTHONPATH"}
+    with (folder / f"{name}.log").open("wb") as log:
+        process = subprocess.Popen([*command, *options], stdout=log, stderr=log, env=environment)
     url = f"http://127.0.0.1:{ports[0]}"
     try:
         wait_for(lambda: process.poll() is not None or _answers(url))
-        assert process.poll() is None, (folder / f"{module}.log").read_text()
+        assert process.poll() is None, (folder / f"{name}.log").read_text()
         yield url
     finally:
         process.kill()

@@ -43,8 +43,7 @@ class Membership:
         """
         self._router = checked_url("--join", router)
         self._advertised = checked_url("--advertise", advertised)
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._http = httpx.Client(base_url=self._router, headers=headers, timeout=_TIMEOUT_S)
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._leaving = threading.Event()
         self._problem: str | None = ""
         self._thread = threading.Thread(target=self._run, name="sgljax-membership", daemon=True)
@@ -67,11 +66,12 @@ class Membership:
         self._thread.join(timeout_s)
         deadline_s = time.monotonic() + timeout_s
         try:
-            while (worker := self._find()) is not None:
-                self._delete(worker)
-                if time.monotonic() > deadline_s:
-                    return False
-                time.sleep(_REMOVED_CHECK_S)
+            with self._connect() as http:
+                while (worker := self._find(http)) is not None:
+                    _delete(http, worker)
+                    if time.monotonic() > deadline_s:
+                        return False
+                    time.sleep(_REMOVED_CHECK_S)
         except httpx.HTTPError as error:
             logger.warning("cannot leave the router %s: %s", self._router, error)
             return False
@@ -80,16 +80,17 @@ class Membership:
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        while True:
-            try:
-                if self._find() is None:
-                    self._add()
-                problem = None
-            except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-                problem = f"{type(error).__name__}: {error}"
-            self._note(problem)
-            if self._leaving.wait(_LOOK_S):
-                return
+        with self._connect() as http:
+            while True:
+                try:
+                    if self._find(http) is None:
+                        self._add(http)
+                    problem = None
+                except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+                    problem = f"{type(error).__name__}: {error}"
+                self._note(problem)
+                if self._leaving.wait(_LOOK_S):
+                    return
 
     def _note(self, problem: str | None) -> None:
         before, self._problem = self._problem, problem
@@ -102,24 +103,21 @@ class Membership:
 
     # ------------------------------------------------------------------ the router's routes
 
-    def _find(self) -> dict[str, Any] | None:
+    def _connect(self) -> httpx.Client:
+        return httpx.Client(base_url=self._router, headers=self._headers, timeout=_TIMEOUT_S)
+
+    def _find(self, http: httpx.Client) -> dict[str, Any] | None:
         """The router's entry of this server."""
-        reply = self._http.get("/workers")
+        reply = http.get("/workers")
         reply.raise_for_status()
         found = (each for each in reply.json()["workers"] if _is_same(each, self._advertised))
         return next(found, None)
 
-    def _add(self) -> None:
-        reply = self._http.post("/workers", json={"url": self._advertised})
+    def _add(self, http: httpx.Client) -> None:
+        reply = http.post("/workers", json={"url": self._advertised})
         if reply.status_code == 400 and "already exists" in reply.text:
             return  # vllm-router, when another call was first
         reply.raise_for_status()
-
-    def _delete(self, worker: dict[str, Any]) -> None:
-        # sglang-router names workers by ids, vllm-router by URLs.
-        name = urllib.parse.quote(worker.get("id") or worker["url"], safe="")
-        with contextlib.suppress(httpx.HTTPStatusError):  # it was removed in between
-            self._http.delete(f"/workers/{name}").raise_for_status()
 
 
 def checked_url(option: str, url: str) -> str:
@@ -132,3 +130,10 @@ def checked_url(option: str, url: str) -> str:
 
 def _is_same(worker: dict[str, Any], url: str) -> bool:
     return str(worker["url"]).rstrip("/") == url
+
+
+def _delete(http: httpx.Client, worker: dict[str, Any]) -> None:
+    # sglang-router names workers by ids, vllm-router by URLs.
+    name = urllib.parse.quote(worker.get("id") or worker["url"], safe="")
+    with contextlib.suppress(httpx.HTTPStatusError):  # it was removed in between
+        http.delete(f"/workers/{name}").raise_for_status()
