@@ -1,4 +1,4 @@
-"""Whether each row that a fleet sampled is trained once, and with the weights that it should have."""
+"""Whether each row that a fleet sampled is trained once, with the weights that it should have."""
 
 from __future__ import annotations
 
