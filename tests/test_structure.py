@@ -46,6 +46,7 @@ LAYERS = (
     ("aio",),
     ("engine",),
     ("",),
+    ("fleet",),
     ("replies",),
     ("server",),
 )
@@ -77,6 +78,11 @@ HOST_ONLY = (
     "core.hand_out",
     "core.calls",
     "core.stats",
+    "fleet.deltas",
+    "fleet.files",
+    "fleet.manifest",
+    "fleet.reader",
+    "fleet.writer",
 )
 
 MAX_TOP_LEVEL = {"sgljax_engine": 14, "sgljax_cpu": 32, "tunix_sgljax": 10}
@@ -195,8 +201,9 @@ def test_the_cpu_kernels_have_one_door():
 
 def test_adapter_uses_the_engines_public_names_only():
     public = set(importlib.import_module("sgljax_engine").__all__)
-    module = importlib.import_module("sgljax_engine.server")
-    public |= {f"server.{name}" for name in module.__all__}
+    for part in ("server", "fleet"):
+        module = importlib.import_module(f"sgljax_engine.{part}")
+        public |= {f"{part}.{name}" for name in module.__all__}
     for name, path in modules("tunix_sgljax").items():
         for imported in imports(path):
             if is_within(imported, "sgljax_engine"):
@@ -238,11 +245,14 @@ MoEConfig ModelConfig NonFiniteLogitsError OffloadError ParallelConfig PauseGene
 ProgressListener RecordedEvent RecordedSample Recording RequestCheckpoint RequestOutput RopeConfig
 Rule RuntimeConfig SamplingParams ScaleConfig SchedulerCheckpoint SchedulerConfig
 SpeculationConfig StagedWeights StructuredOutputError UnsupportedModelError WeightFiles
-WeightLoadError WeightRule WeightSyncError WeightsLostError check_model_folder derive_seed
-find_tokenizer_difference find_weight_files flatten_named foreign_fields hf_rules
+WeightLoadError WeightRule WeightStoreError WeightSyncError WeightsLostError check_model_folder
+derive_seed find_tokenizer_difference find_weight_files flatten_named foreign_fields hf_rules
 load_hf_tokenizer load_model_config
 localize logical_rules model_config_from_hf preview_engine read_hf_tensors read_safetensors
 to_hf_tensors write_hf_tensors
+""",
+    "sgljax_engine.fleet": """
+ReadVersion VersionReader VersionWriter WrittenVersion
 """,
     "tunix_sgljax": """
 AgenticGrpoLearner GrpoLearner MismatchReport OverSampling OverSamplingAgenticGrpoLearner
@@ -266,7 +276,7 @@ def test_exported_names_have_docstrings():
     """And the public members of classes: docs/reference is made of them."""
     missing = []
     adapter = ("tunix_sgljax", "tunix_sgljax.training")
-    for package in ("sgljax_engine", "sgljax_engine.server", *adapter):
+    for package in ("sgljax_engine", "sgljax_engine.fleet", "sgljax_engine.server", *adapter):
         module = importlib.import_module(package)
         for name in module.__all__:
             each = getattr(module, name)

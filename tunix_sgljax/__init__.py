@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tunix_sgljax.observability.rollout_metrics import log_rollout_metrics
     from tunix_sgljax.observability.timeline import Timeline, record_timeline
     from tunix_sgljax.rollout import SglJaxRollout
+    from tunix_sgljax.rollout.fleet import SglJaxFleetRollout
 
 _LAZY = {
     "AgenticGrpoLearner": "tunix_sgljax.in_flight.agentic",
@@ -35,6 +36,7 @@ _LAZY = {
     "PpoLearner": "tunix_sgljax.factory",
     "Progress": "tunix_sgljax.observability.progress",
     "RLCluster": "tunix_sgljax.factory",
+    "SglJaxFleetRollout": "tunix_sgljax.rollout.fleet",
     "SglJaxRollout": "tunix_sgljax.rollout",
     "Timeline": "tunix_sgljax.observability.timeline",
     "VersionedRolloutOutput": "tunix_sgljax.in_flight.outputs",
@@ -54,6 +56,7 @@ __all__ = [
     "PpoLearner",
     "Progress",
     "RLCluster",
+    "SglJaxFleetRollout",
     "SglJaxRollout",
     "Timeline",
     "VersionedRolloutOutput",

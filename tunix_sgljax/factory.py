@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 from flax import nnx
@@ -18,6 +18,10 @@ from sgljax_engine import InvalidConfigError
 from tunix_sgljax.in_flight.wrapping import find_sgljax_rollout
 from tunix_sgljax.replay import Replay, ReplayPpoTrainExample, ReplayTrainExample, replayed
 from tunix_sgljax.rollout import SglJaxRollout
+from tunix_sgljax.rollout.fleet import SglJaxFleetRollout
+
+if TYPE_CHECKING:
+    from sgljax_engine.fleet import FleetConfig
 
 
 def create_sgljax_rollout(
@@ -26,6 +30,7 @@ def create_sgljax_rollout(
     model_config: Any = None,
     mesh: jax.sharding.Mesh | None = None,
     max_model_len: int | None = None,
+    fleet: FleetConfig | Mapping[str, Any] | None = None,
     **options: Any,
 ) -> SglJaxRollout:
     """Makes a rollout worker for `RLCluster(rollout_worker=...)`, or for use on its own.
@@ -37,6 +42,7 @@ def create_sgljax_rollout(
             ModelConfig; None takes `model.config`.
         mesh: Devices to run on; None, or an empty mesh, takes JAX's first device.
         max_model_len: Maximum number of prompt plus output tokens of one sequence.
+        fleet: Sample on the servers of a fleet; see `SglJaxFleetRollout`. None samples here.
         **options: Keywords of `SglJaxRollout`, flat `EngineConfig` options among them.
 
     Raises:
@@ -45,9 +51,10 @@ def create_sgljax_rollout(
     """
     if max_model_len is not None:
         options["max_model_len"] = max_model_len
-    return SglJaxRollout(
-        rollout_actor=model, tokenizer=tokenizer, model_config=model_config, mesh=mesh, **options
-    )
+    options |= {"tokenizer": tokenizer, "model_config": model_config, "mesh": mesh}
+    if fleet is not None:
+        return SglJaxFleetRollout(fleet=fleet, rollout_actor=model, **options)
+    return SglJaxRollout(rollout_actor=model, **options)
 
 
 class RLCluster(tunix_cluster.RLCluster):

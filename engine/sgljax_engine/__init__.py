@@ -32,6 +32,7 @@ from sgljax_engine.errors import (
     UnsupportedModelError,
     WeightLoadError,
     WeightsLostError,
+    WeightStoreError,
     WeightSyncError,
 )
 from sgljax_engine.foreign_options import (
@@ -182,6 +183,7 @@ __all__ = [
     "WeightFiles",
     "WeightLoadError",
     "WeightRule",
+    "WeightStoreError",
     "WeightSyncError",
     "WeightsLostError",
     "check_model_folder",

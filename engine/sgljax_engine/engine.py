@@ -58,7 +58,11 @@ from sgljax_engine.processing.futures import Answer
 from sgljax_engine.processing.generation_defaults import read_generation_defaults
 from sgljax_engine.processing.home import HomeFuture
 from sgljax_engine.processing.input_processor import LogprobArgs, RequestFactory, takes_long
-from sgljax_engine.processing.tokenizer import DecodeOptions, Tokenizer
+from sgljax_engine.processing.tokenizer import (
+    DecodeOptions,
+    Tokenizer,
+    can_show_special_tokens,
+)
 from sgljax_engine.processing.tokenizer_folder import load_tokenizer
 from sgljax_engine.runner.warmup import Extra
 from sgljax_engine.sampling_params import SamplingParams, SeedSource, refuse_keywords
@@ -484,13 +488,7 @@ class Engine:
     @property
     def can_show_special_tokens(self) -> bool:
         """Whether the tokenizer supports `skip_special_tokens=False`."""
-        if self._tokenizer is None:
-            return False
-        try:
-            self._tokenizer.check_decode_options(DecodeOptions(skip_special_tokens=False))
-        except InvalidRequestError:
-            return False
-        return True
+        return can_show_special_tokens(self._tokenizer)
 
     def tokenize(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None

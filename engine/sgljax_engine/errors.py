@@ -70,6 +70,14 @@ class WeightsLostError(WeightSyncError):
     """
 
 
+class WeightStoreError(EngineError, ValueError):
+    """A weight store, or a version in it, cannot be written or read.
+
+    A file is missing, truncated, damaged, of another version or store, or another writer took the
+    store over. A reader keeps the last version that it read, and can read the next base.
+    """
+
+
 class EngineStateError(EngineError, RuntimeError):
     """The engine cannot do this now: it is paused, has requests running, or has no weights.
 

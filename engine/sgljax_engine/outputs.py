@@ -53,6 +53,9 @@ class RequestOutput:
             probability. Covers all tokens of prompt and output but the last, which the model has
             not seen. None without `enable_return_routed_experts`, in a streamed piece that is not
             the last, and for a request that was ended while some tokens had no keys.
+        draft_sources: For each output token 0, or 1 plus the index of the drafter that proposed it;
+            empty without speculation.
+        replica_id: The server that sampled it; None in process.
     """
 
     rid: str
@@ -76,6 +79,7 @@ class RequestOutput:
     routed_experts: np.ndarray | None = dataclasses.field(default=None, compare=False)
     draft_sources: list[int] = dataclasses.field(default_factory=list)
     sampling_masks: list[np.ndarray] = dataclasses.field(default_factory=list, compare=False)
+    replica_id: str | None = dataclasses.field(default=None, compare=False)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -99,8 +103,8 @@ class RequestOutput:
         `(logprob, token id, None)` triple: `output_token_logprobs` (raw); if asked for,
         `input_token_logprobs` of the prompt from `logprob_start_len` on, and
         `{input,output}_top_logprobs` and `{input,output}_token_ids_logprobs` with a list of triples
-        for each position. `output_processed_logprobs` is this engine's own. `routed_experts` is
-        there unless it is None. With sampling masks there are SGLang's
+        for each position. `output_processed_logprobs` and `output_scaled_logprobs` are this
+        engine's own. `routed_experts` is there unless it is None. With sampling masks there are SGLang's
         `output_token_sampling_mask`, a list of ids for each token, and
         `output_token_sampling_logprobs`, the tokens' log-probs over these. With speculation there
         are also `draft_sources` and SGLang's `spec_accept_token_num`, the number of output tokens
@@ -123,6 +127,7 @@ class RequestOutput:
         if self.logprob_options.enabled:
             meta["output_token_logprobs"] = _entries(self.logprobs, self.output_ids)
             meta["output_processed_logprobs"] = _entries(self.processed_logprobs, self.output_ids)
+            meta["output_scaled_logprobs"] = _entries(self.scaled_logprobs, self.output_ids)
             meta |= self._extras("output", self.extra_logprobs)
             if self.prompt_logprobs is not None:
                 prompt = self.prompt_ids[self.logprob_options.start_len :]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("sgljax_engine", "sgljax_engine.server", "tunix_sgljax")
+PACKAGES = ("sgljax_engine", "sgljax_engine.fleet", "sgljax_engine.server", "tunix_sgljax")
 
 
 @pytest.mark.slow

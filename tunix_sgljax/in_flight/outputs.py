@@ -27,11 +27,13 @@ class VersionedRolloutOutput(RolloutOutput):
             during a weight update.
         sampling_masks: For each completion the int32 ids that each of its `tokens` was drawn from;
             None unless the rollout reports them. With them, `logprobs` are those over them.
+        replica_ids: For each completion the server of a fleet that sampled it; None in process.
     """
 
     routed_experts: list[np.ndarray | None] | None = dataclasses.field(default=None, kw_only=True)
     weight_versions: list[np.ndarray] = dataclasses.field(kw_only=True)
     sampling_masks: list[list[np.ndarray]] | None = dataclasses.field(default=None, kw_only=True)
+    replica_ids: list[str | None] | None = dataclasses.field(default=None, kw_only=True)
 
     def rows(self, part: slice) -> VersionedRolloutOutput:
         """The output of some completions."""
@@ -49,6 +51,7 @@ class VersionedRolloutOutput(RolloutOutput):
             routed_experts=some(self.routed_experts),
             weight_versions=self.weight_versions[part],
             sampling_masks=some(self.sampling_masks),
+            replica_ids=some(self.replica_ids),
         )
 
 

@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,14 +34,41 @@ from tunix_sgljax.rollout_config import engine_options
 from tunix_sgljax.rollout_config.fields import lora_scaling as scaling_of
 from tunix_sgljax.rollout_config.fields import max_lora_rank
 
+if TYPE_CHECKING:
+    from sgljax_engine.fleet import FleetConfig
+
 logger = logging.getLogger(__name__)
 
 _MIN_CONTEXT_LENGTH = 32768
 """Context of a Tunix model whose config names none; rotary embeddings have no limit."""
 
 
+_FLEET_OPTIONS = frozenset(
+    ["dtype", "lora_targets", "max_lora_rank", "max_loras", "max_model_len", "random_seed"]
+)
+"""Engine options that a trainer sets for its fleet; the workers have all others."""
+
+
+def check_fleet_options(asked: engine_options.AskedOptions, explicit: Mapping[str, Any]) -> None:
+    """Refuses engine options of a rollout whose workers have theirs; warns of a config's."""
+    for name, value in explicit.items():
+        if name not in _FLEET_OPTIONS:
+            raise InvalidConfigError(
+                f"{name}={value!r} is an option of the workers of a fleet: give it to "
+                f"`tunix-sgljax serve`; a trainer sets {', '.join(sorted(_FLEET_OPTIONS))}"
+            )
+    left = [f"{asked.sources[n]}={v!r}" for n, v in asked.values.items() if n not in _FLEET_OPTIONS]
+    if left:
+        logger.warning(
+            "a fleet's workers have options of their own, not those of RolloutConfig: %s",
+            ", ".join(left),
+        )
+
+
 class EngineBuilder:
     """Plans an engine for an actor, and builds it once. Calls come one at a time.
+
+    With a `fleet` the engine is that of its servers.
 
     `actor` is None once the engine has its own weights; `weight_specs` (what Tunix passes) and
     `dtype` are there once it is built. `explicit_options` override those of a config.
@@ -62,6 +89,7 @@ class EngineBuilder:
         lora_mode: LoraChoice,
         lora_scaling: float | None,
         explicit_options: Mapping[str, Any],
+        fleet: FleetConfig | None = None,
     ) -> None:
         self.actor: nnx.Module | None = actor
         self.explicit_options = dict(explicit_options)
@@ -71,6 +99,7 @@ class EngineBuilder:
         self._lora_scaling = lora_scaling
         self._mapping: Any = None
         self._merge_instead: Callable[[], None] | None = None  # with "auto"
+        self._fleet = fleet
 
     def plan(self, config: RolloutConfig, configs: Mapping[str, RolloutConfig]) -> None:
         """Plans the engine, and refuses now what building it would.
@@ -81,6 +110,8 @@ class EngineBuilder:
         wanted = {**asked.values, **self.explicit_options}.get("max_model_len", 0)
         self.model_config = self._find_model_config(config, wanted)
         asked = self._for_model(asked)
+        if self._fleet is not None:
+            check_fleet_options(asked, self.explicit_options)
         lengths = map(engine_options.implied_model_len, (config, *configs.values()))
         engine_config = engine_options.make_engine_config(
             asked, self.explicit_options, min(max(lengths), self.model_config.context_length)
@@ -121,8 +152,8 @@ class EngineBuilder:
         self.weights = PolicyWeights(mapper, lora, mode)
         slots = self.weights.adapter_config(engine_config.lora, self.explicit_options, max_rank)
         self.engine_config = dataclasses.replace(engine_config, lora=slots)
-        # Sizes that do not share out the mesh, for example.
-        preview_engine(self.model_config, mesh=self._mesh, config=self.engine_config)
+        if self._fleet is None:  # sizes that do not share out the mesh, for example
+            preview_engine(self.model_config, mesh=self._mesh, config=self.engine_config)
 
     def _rounds(self, engine_config: engine_options.EngineConfig, lora: LoraActor) -> bool:
         """Whether the engine's weights are coarser than float32."""
@@ -165,6 +196,21 @@ class EngineBuilder:
             stored = np.dtype(next(iter(first.weights.values())).dtype).name
             runtime = dataclasses.replace(runtime, dtype=self._dtype_of(stored))
         self.dtype = str(runtime.dtype)
+        config = dataclasses.replace(self.engine_config, runtime=runtime)
+        if self._fleet is not None:
+            from sgljax_engine.fleet import RemoteEngine  # needs the extra `fleet`
+
+            remote = RemoteEngine(
+                self._fleet,
+                model_config=self.model_config,
+                weights=first.weights,
+                weight_rules=first.weight_rules,
+                adapters=first.adapters,
+                tokenizer=tokenizer,
+                config=config,
+                progress=progress,
+            )
+            return cast(Engine, remote)  # it has the methods that a rollout calls
         return Engine(
             model_config=self.model_config,
             weights=first.weights,
@@ -172,7 +218,7 @@ class EngineBuilder:
             adapters=first.adapters,
             tokenizer=tokenizer,
             mesh=self._mesh,
-            config=dataclasses.replace(self.engine_config, runtime=runtime),
+            config=config,
             progress=progress,
         )
 

@@ -131,6 +131,7 @@ def to_rollout_output(
         else output.routed_experts[: len(output.prompt_ids) + length]
         for output, length in rows
     ]
+    replicas = [output.replica_id for output in outputs]
     return VersionedRolloutOutput(
         text=[output.text for output in outputs],
         logits=[],
@@ -144,6 +145,7 @@ def to_rollout_output(
             np.asarray(output.token_weight_versions[:length], np.int32) for output, length in rows
         ],
         sampling_masks=masks,
+        replica_ids=replicas if any(replicas) else None,
     )
 
 

@@ -55,6 +55,7 @@ from tunix_sgljax.rollout_config.modes import (
 )
 
 if TYPE_CHECKING:
+    from sgljax_engine.fleet import FleetConfig
     from sgljax_engine.server import Server
 
 
@@ -91,6 +92,7 @@ class SglJaxRollout(BaseRollout):
         lora_scaling: float | None = None,
         strict_config: bool = False,
         progress: Progress | None = None,
+        fleet: FleetConfig | None = None,
         **engine_options: Any,
     ) -> None:
         """Checks the configuration; takes no device memory yet.
@@ -139,6 +141,7 @@ class SglJaxRollout(BaseRollout):
             progress: Draws progress bars of loading, warm-up and rollouts. None writes a line to
                 stderr for what takes long: each program that is compiled, slow rollouts.
                 `Progress(False)` writes nothing.
+            fleet: Samples on the servers of a fleet instead; see `SglJaxFleetRollout`.
             **engine_options: Flat `EngineConfig` options; they override `rollout_config`.
 
         Raises:
@@ -169,6 +172,7 @@ class SglJaxRollout(BaseRollout):
             lora_mode=check_lora_mode(lora),
             lora_scaling=check_scaling("lora_scaling", lora_scaling),
             explicit_options=engine_options,
+            fleet=fleet,
         )
         sampling.check_weight_update_mode(weight_update_mode)
         self._weight_update_mode: sampling.WeightUpdateMode = weight_update_mode

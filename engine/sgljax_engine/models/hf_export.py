@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,9 @@ import numpy as np
 
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model
-from sgljax_engine.models.spec import ParamKind
+from sgljax_engine.models.spec import ParamKind, ParamSpec
 from sgljax_engine.models.weight_rules import expert_name
+from sgljax_engine.weights.adapters import AdapterSlots, pair_factors, plan_adapter
 from sgljax_engine.weights.forms import Form
 from sgljax_engine.weights.hf_files import HfTensor, mapped_tensors
 from sgljax_engine.weights.rules import WeightRule
@@ -34,20 +36,9 @@ def to_hf_tensors(
     Raises:
         WeightSyncError: names every parameter that is missing, unused or of the wrong shape.
     """
-    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     specs = get_model(model.architecture).param_specs(model)
-    targets = {
-        name: TargetSpec(
-            spec.shape,
-            jnp.dtype("float32"),
-            Form.LOGICAL,
-            sharding,
-            spec.alias,
-        )
-        for name, spec in specs.items()
-    }
     tensors: dict[str, HfTensor] = {}
-    for name, tensor in mapped_tensors(weights, rules, targets).items():
+    for name, tensor in mapped_tensors(weights, rules, _logical_targets(specs)).items():
         if specs[name].kind.is_projection:
             tensor = _by_output(tensor)
         if specs[name].kind is ParamKind.EXPERTS:
@@ -58,6 +49,61 @@ def to_hf_tensors(
         else:
             tensors[name] = tensor
     return tensors
+
+
+def to_peft_tensors(
+    model: ModelConfig,
+    pairs: Mapping[str, np.ndarray],
+    rules: Sequence[WeightRule],
+    max_rank: int,
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """A trainer's LoRA pairs as PEFT writes them, and the contents of its adapter_config.json.
+
+    A [rank, in] and scale B [out, rank] in float32; the config's own scale is 1.
+
+    Args:
+        model: Config of the model.
+        pairs: Host arrays by the trainer's names.
+        rules: Map them onto the engine's projections, as for `Engine.load_adapter`.
+        max_rank: The largest rank that a pair may have.
+
+    Raises:
+        WeightSyncError: names each pair that is incomplete or does not fit.
+    """
+    targets = _logical_targets(get_model(model.architecture).param_specs(model))
+    with_slots = {
+        name.removesuffix(".weight"): (name, spec)
+        for name, spec in targets.items()
+        if name.endswith(".weight")
+    }
+    slots = AdapterSlots(1, max_rank, tuple((name, s, s) for name, (_, s) in with_slots.items()))
+    plan, named = plan_adapter(pairs, rules, slots, targets)
+    tensors: dict[str, np.ndarray] = {}
+    ranks: dict[str, int] = {}
+    for step in plan.steps:
+        a, b = map(np.asarray, pair_factors(named[step.a], named[step.b], step))
+        ranks[step.name] = a.shape[1]
+        for letter, array in (("A", a), ("B", b)):
+            name = f"base_model.model.{step.name}.lora_{letter}.weight"
+            tensors[name] = np.ascontiguousarray(array.T)
+    config = {
+        "peft_type": "LORA",
+        "r": max_rank,
+        "lora_alpha": max_rank,
+        "target_modules": sorted(ranks),
+        "rank_pattern": {name: rank for name, rank in ranks.items() if rank != max_rank},
+        "alpha_pattern": {name: rank for name, rank in ranks.items() if rank != max_rank},
+    }
+    return tensors, config
+
+
+def _logical_targets(specs: Mapping[str, ParamSpec]) -> dict[str, TargetSpec]:
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    dtype = jnp.dtype("float32")
+    return {
+        name: TargetSpec(spec.shape, dtype, Form.LOGICAL, sharding, spec.alias)
+        for name, spec in specs.items()
+    }
 
 
 def _by_output(tensor: HfTensor) -> HfTensor:

@@ -108,6 +108,17 @@ class Tokenizer(Protocol):
         ...
 
 
+def can_show_special_tokens(tokenizer: Tokenizer | None) -> bool:
+    """Whether a tokenizer supports `skip_special_tokens=False`."""
+    if tokenizer is None:
+        return False
+    try:
+        tokenizer.check_decode_options(DecodeOptions(skip_special_tokens=False))
+    except InvalidRequestError:
+        return False
+    return True
+
+
 def check_bools(options: DecodeOptions) -> None:
     for field, value in options._asdict().items():
         if not isinstance(value, bool):

@@ -1,7 +1,8 @@
-"""SGLang's `/generate`: its body, and its reply whole and as a stream."""
+"""SGLang's `/generate`: its body, and its reply whole and as a stream; and scoring."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, ClassVar
@@ -106,6 +107,15 @@ class GenerateReqInput(Body):
     )
 
 
+class ScoreReqInput(Body):
+    input_ids: ListsOfTokenIds = Field(description="token ids of each sequence")
+    start_lens: list[int] | None = Field(
+        None, description="for each sequence the tokens at its start that need no log-prob; 1"
+    )
+    temperature: float = Field(1.0, gt=0, description="divides the logits")
+    lora_path: str | None = Field(None, description="name of a loaded adapter")
+
+
 def generate_routes(context: ServerContext) -> APIRouter:
     router = APIRouter(route_class=DataRoute)
 
@@ -115,6 +125,19 @@ def generate_routes(context: ServerContext) -> APIRouter:
         return await context.answer(
             request, body.model, lambda: _GenerateAnswer(context, body), stream=body.stream
         )
+
+    @router.post("/score")
+    async def score(body: ScoreReqInput) -> dict[str, Any]:
+        """Log-probs of given tokens; see `Engine.score`."""
+        version = context.engine.weight_version
+        logprobs = await asyncio.to_thread(
+            context.engine.score,
+            body.input_ids,
+            body.temperature,
+            body.start_lens,
+            body.lora_path or context.config.lora,
+        )
+        return {"logprobs": [each.tolist() for each in logprobs], "weight_version": version}
 
     return router
 

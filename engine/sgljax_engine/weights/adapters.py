@@ -311,7 +311,7 @@ def _load(
     Slot arrays that are missing in `serving` have no other slot.
     """
     rank, specs = slots.max_rank, {name: both for name, *both in slots.targets}
-    factors = {step.name: _factors(a, b, step) for step, (a, b) in zip(steps, sources, strict=True)}
+    factors = {step.name: pair_factors(a, b, step) for step, (a, b) in zip(steps, sources, strict=True)}
     made: Weights = {}
     for name, (a_spec, b_spec) in specs.items():
         num_in, num_out = a_spec.shape[0], b_spec.shape[1]
@@ -330,7 +330,7 @@ def _load(
     return made, jnp.stack([is_finite(a) & is_finite(b) for a, b in factors.values()])
 
 
-def _factors(a: jax.Array, b: jax.Array, step: _Step) -> tuple[jax.Array, jax.Array]:
+def pair_factors(a: jax.Array, b: jax.Array, step: _Step) -> tuple[jax.Array, jax.Array]:
     """A [in, r] and scale B [r, out] of a projection, float32."""
     for which, axis, index in step.parts:
         if which == "a":

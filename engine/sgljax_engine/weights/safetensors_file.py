@@ -24,7 +24,7 @@ from sgljax_engine.errors import WeightLoadError
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 
-_DTYPES: dict[str, np.dtype] = {
+DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
@@ -41,6 +41,7 @@ _DTYPES: dict[str, np.dtype] = {
     "U8": np.dtype("u1"),
     "BOOL": np.dtype("?"),
 }
+"""NumPy's dtypes by the format's names."""
 
 
 class StoredTensor(NamedTuple):
@@ -54,7 +55,7 @@ class StoredTensor(NamedTuple):
     @property
     def dtype(self) -> np.dtype | None:
         """NumPy's dtype; None for an unknown one."""
-        return _DTYPES.get(self.dtype_name)
+        return DTYPES.get(self.dtype_name)
 
 
 class SafetensorsFile:

@@ -1,0 +1,97 @@
+"""Brings new weights from a trainer to the workers of a fleet: written, staged, published."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from sgljax_engine.fleet.client import FleetClient, Reply
+from sgljax_engine.fleet.config import FleetConfig, FleetError
+from sgljax_engine.fleet.loop_thread import LoopThread
+from sgljax_engine.fleet.reader import VersionReader
+from sgljax_engine.fleet.writer import VersionWriter, WrittenVersion
+from sgljax_engine.io_struct import PauseMode
+
+logger = logging.getLogger(__name__)
+
+_DAMAGED = "WeightStoreError"
+
+
+class WeightsPublisher:
+    """Writes versions of the weights and has the workers serve them. One call at a time.
+
+    Whoever cannot is left out: it serves an older version, so requests pass it by until it has
+    caught up by itself.
+
+    Attributes:
+        version: Newest version that enough workers served; 0 before the first.
+        written: What the last call wrote; None before.
+    """
+
+    def __init__(self, config: FleetConfig, client: FleetClient, loop: LoopThread) -> None:
+        self._config, self._client, self._loop = config, client, loop
+        self._writer = VersionWriter(config.weights_store, base_every=config.base_every)
+        self.version = 0
+        self.written: WrittenVersion | None = None
+
+    def publish(
+        self, tensors: Mapping[str, np.ndarray], adapter: Mapping[str, Any] | None, mode: PauseMode
+    ) -> int:
+        """Has the workers serve tensors; returns their version.
+
+        Raises:
+            FleetError: when fewer than `min_workers` serve them; names each and its answer.
+            WeightStoreError: when the version cannot be written.
+        """
+        self.written = self._writer.write(tensors, adapter=adapter)
+        replies = self._loop.run(self._hand_out(self.written.version, mode))
+        if any(reply.problem and _DAMAGED in reply.problem for reply in replies):
+            # What was written does not arrive: whole, and under a name that nobody has seen.
+            logger.warning("writing the weights whole: %s", _problems(replies))
+            self.written = self._writer.write(tensors, adapter=adapter, as_base=True)
+            replies = self._loop.run(self._hand_out(self.written.version, mode))
+        num_serving = sum(reply.problem is None for reply in replies)
+        if num_serving < self._config.min_workers:
+            raise FleetError(
+                f"version {self.written.version} of the weights is served by {num_serving} of "
+                f"{len(replies)} workers, min_workers is {self._config.min_workers}: "
+                f"{_problems(replies) or 'the fleet has no other'}"
+            )
+        if num_serving < len(replies):
+            logger.warning(
+                "left out until they have version %d of the weights: %s",
+                self.written.version,
+                _problems(replies),
+            )
+        self.version = self.written.version
+        return self.version
+
+    def differing(self, tensors: Mapping[str, np.ndarray]) -> list[str]:
+        """Names of tensors that differ in bits from those of the version that is served."""
+        served = VersionReader(self._config.weights_store).read(self.version).tensors
+        return sorted(
+            name
+            for name in served.keys() | tensors.keys()
+            if name not in served
+            or name not in tensors
+            or served[name].dtype != tensors[name].dtype
+            or served[name].shape != tensors[name].shape
+            or served[name].tobytes() != tensors[name].tobytes()
+        )
+
+    async def _hand_out(self, version: int, mode: PauseMode) -> list[Reply]:
+        """Stages on all workers, and then publishes on those that could."""
+        limit_s, body = self._config.sync_timeout_s, {"version": version}
+        urls = await self._client.worker_urls()
+        staged = await self._client.tell(urls, "/stage_weight_version", body, limit_s)
+        ready = [reply.url for reply in staged if reply.problem is None]
+        body |= {"mode": mode}
+        published = await self._client.tell(ready, "/publish_weight_version", body, limit_s)
+        return published + [reply for reply in staged if reply.problem is not None]
+
+
+def _problems(replies: list[Reply]) -> str:
+    return "; ".join(f"{reply.url}: {reply.problem}" for reply in replies if reply.problem)

@@ -1,0 +1,270 @@
+"""Reads the versions of a store, and proves what it read."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sgljax_engine.errors import WeightStoreError
+from sgljax_engine.fleet.deltas import apply, bits
+from sgljax_engine.fleet.files import MANIFEST, StoreFiles
+from sgljax_engine.fleet.manifest import (
+    FileEntry,
+    Manifest,
+    Part,
+    TensorEntry,
+    VersionRef,
+    layout,
+    load_manifest,
+    newest_manifest,
+)
+from sgljax_engine.weights.safetensors_file import DTYPES
+
+_NUM_THREADS = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ReadVersion:
+    """A version, proven to be what the writer got.
+
+    Attributes:
+        version: Its number.
+        tensors: All its tensors by name, in host memory; read-only.
+        adapter: PEFT's adapter_config if they are a LoRA adapter's; None for a model's weights.
+        num_bytes: Bytes of the tensors' files that were read, without manifests.
+        is_delta: Whether it was reached from the version that was held, not from a base.
+    """
+
+    version: int
+    tensors: dict[str, np.ndarray]
+    adapter: dict[str, Any] | None
+    num_bytes: int
+    is_delta: bool
+
+
+class _Held(NamedTuple):
+    ref: VersionRef
+    tensors: dict[str, np.ndarray]
+    digests: dict[str, str]
+    adapter: dict[str, Any] | None
+
+
+class VersionReader:
+    """Reads versions, and keeps the last one in host memory, for deltas to change.
+
+    A failed read changes nothing: the version that was held still is. While it reads, both the old
+    version and the new one are in memory, less the tensors that are the same.
+
+    One thread at a time may call; `newest` any.
+    """
+
+    def __init__(self, store: str | Path) -> None:
+        """Touches nothing yet.
+
+        Args:
+            store: A folder or a URL that fsspec knows.
+
+        Raises:
+            WeightStoreError: fsspec does not know the URL.
+        """
+        self._files = StoreFiles(store)
+        self._held: _Held | None = None
+
+    def newest(self) -> int | None:
+        """The newest whole version in the store; None if there is none.
+
+        Raises:
+            WeightStoreError: the store cannot be listed.
+        """
+        manifest = newest_manifest(self._files)
+        return None if manifest is None else manifest.version
+
+    def read(self, version: int) -> ReadVersion:
+        """Reads a version: from the one that is held if deltas lead from it, else from a base.
+
+        Raises:
+            WeightStoreError: names the file that is missing, cut, damaged, or of another version or
+                store, with what was expected and found.
+        """
+        target = load_manifest(self._files, version)
+        road = self._road(target, self._held)
+        try:
+            return self._follow(target, road, self._held)
+        except _UnprovenError:
+            if road and road[0].previous is None:
+                raise
+        # Each file was what was written, so it is the held tensors that are not.
+        return self._follow(target, self._road(target, None), None)
+
+    def forget(self) -> None:
+        """Drops the held version: the next one is read from a base."""
+        self._held = None
+
+    def _road(self, target: Manifest, held: _Held | None) -> list[Manifest]:
+        """The versions to read, oldest first: from the held one, or from a base."""
+        if held is not None and held.ref == target.ref:
+            return []
+        road = [target]
+        while (previous := road[0].previous) is not None:
+            if held is not None and held.ref == previous:
+                break
+            manifest = load_manifest(self._files, previous.version)
+            if manifest.ref != previous:
+                path = self._files.shown(self._files.path(previous.version, MANIFEST))
+                raise WeightStoreError(
+                    f"{path} has the checksum {manifest.checksum}, expected {previous.checksum} by "
+                    f"version {road[0].version}, which changes it"
+                )
+            road.insert(0, manifest)
+        return road
+
+    def _follow(self, target: Manifest, road: list[Manifest], held: _Held | None) -> ReadVersion:
+        is_delta = not road or road[0].previous is not None
+        assert held is not None or not is_delta
+        tensors = dict(held.tensors) if held is not None and is_delta else {}
+        digests = dict(held.digests) if held is not None and is_delta else {}
+        num_bytes = 0
+        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+            for manifest in road:
+                num_bytes += _VersionFiles(self._files, manifest).read_into(tensors, digests, pool)
+            _prove(target, tensors, digests, pool)
+        tensors = {each.name: tensors[each.name] for each in target.tensors}
+        digests = {each.name: each.sha256 for each in target.tensors}
+        self._held = _Held(target.ref, tensors, digests, target.adapter)
+        return ReadVersion(
+            version=target.version,
+            tensors=dict(tensors),
+            adapter=target.adapter,
+            num_bytes=num_bytes,
+            is_delta=is_delta,
+        )
+
+
+class _UnprovenError(WeightStoreError):
+    """All files are as they were written, but a tensor is not what it should be."""
+
+
+class _VersionFiles:
+    """The files of one version."""
+
+    def __init__(self, files: StoreFiles, manifest: Manifest) -> None:
+        self._files = files
+        self._manifest = manifest
+
+    def read_into(
+        self, tensors: dict[str, np.ndarray], digests: dict[str, str], pool: ThreadPoolExecutor
+    ) -> int:
+        """Applies the version to the tensors before it; returns the bytes that it read.
+
+        A tensor that it changes is replaced by another array, and has a digest only if that is
+        known.
+        """
+        for index, file in enumerate(self._manifest.files):
+            entries = self._manifest.entries(index)
+            header, parts = layout(entries)
+            self._check_size(file, parts[-1].end if parts else len(header))
+            if file.sha256 is None:
+                self._check_header(file, self._read(file, 0, len(header)), header)
+                read = pool.map(lambda args: self._whole(*args), _pairs(file, entries, parts))
+            else:
+                data = self._read(file, 0, file.num_bytes)
+                self._check_digest(file, "", hashlib.sha256(data).hexdigest(), file.sha256)
+                self._check_header(file, data[: len(header)], header)
+                jobs = [
+                    (file, entry, tensors.get(entry.name), data, *parts[2 * i : 2 * i + 2])
+                    for i, entry in enumerate(entries)
+                ]
+                read = pool.map(lambda args: self._changed(*args), jobs)
+            for entry, array in zip(entries, read, strict=True):
+                tensors[entry.name] = array
+                digests.pop(entry.name, None)
+                if entry.form == "whole":
+                    digests[entry.name] = entry.sha256
+        return sum(file.num_bytes for file in self._manifest.files)
+
+    def _whole(self, file: FileEntry, entry: TensorEntry, part: Part) -> np.ndarray:
+        data = self._read(file, part.start, part.end)
+        found = hashlib.sha256(data).hexdigest()
+        self._check_digest(file, f"tensor {entry.name!r}", found, entry.sha256)
+        return np.frombuffer(data, DTYPES[entry.dtype]).reshape(entry.shape)
+
+    def _changed(
+        self,
+        file: FileEntry,
+        entry: TensorEntry,
+        before: np.ndarray | None,
+        data: bytes,
+        values: Part,
+        codes: Part,
+    ) -> np.ndarray:
+        if before is None or (before.dtype, before.shape) != (DTYPES[entry.dtype], entry.shape):
+            raise self._error(file, f"it changes {entry.name!r}, which the version before lacks")
+        array = before.copy()
+        some = np.frombuffer(data[values.start : values.end], f"u{array.dtype.itemsize}")
+        try:
+            apply(bits(array), entry.pieces, some, data[codes.start : codes.end])
+        except ValueError as error:
+            raise self._error(file, f"tensor {entry.name!r}: {error}") from error
+        array.flags.writeable = False
+        return array
+
+    def _read(self, file: FileEntry, start: int, end: int) -> bytes:
+        data = self._files.read(self._path(file), start, end)
+        if len(data) != end - start:
+            raise self._error(file, f"expected {end} bytes, it ends at {start + len(data)}")
+        return data
+
+    def _check_size(self, file: FileEntry, by_header: int) -> None:
+        found = self._files.num_bytes(self._path(file))
+        if not found == file.num_bytes == by_header:
+            raise self._error(file, f"expected {file.num_bytes} bytes, found {found}")
+
+    def _check_header(self, file: FileEntry, found: bytes, expected: bytes) -> None:
+        if found != expected:
+            raise self._error(file, f"expected the header {expected!r:.200}, found {found!r:.200}")
+
+    def _check_digest(self, file: FileEntry, what: str, found: str, expected: str) -> None:
+        if found != expected:
+            raise self._error(file, f"{what} expected sha256 {expected}, found {found}".lstrip())
+
+    def _path(self, file: FileEntry) -> str:
+        return self._files.path(self._manifest.version, file.name)
+
+    def _error(self, file: FileEntry, problem: str) -> WeightStoreError:
+        return WeightStoreError(f"{self._files.shown(self._path(file))}: {problem}")
+
+
+def _pairs(
+    file: FileEntry, entries: list[TensorEntry], parts: list[Part]
+) -> Iterator[tuple[FileEntry, TensorEntry, Part]]:
+    for entry, part in zip(entries, parts, strict=True):
+        yield file, entry, part
+
+
+def _prove(
+    target: Manifest,
+    tensors: dict[str, np.ndarray],
+    digests: dict[str, str],
+    pool: ThreadPoolExecutor,
+) -> None:
+    """Raises _UnprovenError unless all tensors of a version are there, with their checksums."""
+
+    def digest(entry: TensorEntry) -> str | None:
+        array = tensors.get(entry.name)
+        if array is None or (array.dtype, array.shape) != (DTYPES[entry.dtype], entry.shape):
+            return None
+        known = digests.get(entry.name)
+        return known or hashlib.sha256(bits(array)).hexdigest()
+
+    for entry, found in zip(target.tensors, pool.map(digest, target.tensors), strict=True):
+        if found != entry.sha256:
+            raise _UnprovenError(
+                f"version {target.version}, tensor {entry.name!r}: expected sha256 {entry.sha256}, "
+                f"found {found}"
+            )

@@ -1,0 +1,371 @@
+"""Writes the versions of a trainer's weights into a store."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sgljax_engine.errors import InvalidConfigError, WeightStoreError
+from sgljax_engine.fleet.deltas import TensorDelta, bits, replace, update
+from sgljax_engine.fleet.files import MANIFEST, STORE_FILE, StoreFiles
+from sgljax_engine.fleet.manifest import (
+    FileEntry,
+    Form,
+    Manifest,
+    TensorEntry,
+    VersionRef,
+    dump,
+    layout,
+    load_manifest,
+    load_store_id,
+    newest_manifest,
+    store_file,
+)
+from sgljax_engine.weights.safetensors_file import DTYPES
+
+logger = logging.getLogger(__name__)
+
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WrittenVersion:
+    """A version that is whole in the store.
+
+    Attributes:
+        version: Its number.
+        is_base: Whether it is read without any other version.
+        num_bytes: Bytes that were written.
+        whole_bytes: Bytes of all its tensors.
+        num_changed: Elements that differ in bits from the version before; of a base, all.
+    """
+
+    version: int
+    is_base: bool
+    num_bytes: int
+    whole_bytes: int
+    num_changed: int
+
+
+class _Change(NamedTuple):
+    entry: TensorEntry
+    delta: TensorDelta
+
+    @property
+    def buffers(self) -> list[np.ndarray]:
+        """What is stored, in the order of `layout`."""
+        return [*self.delta.values, *self.delta.codes]
+
+
+class VersionWriter:
+    """Writes versions into a store, as *bases* or as *deltas* of the version before.
+
+    A version is there once its manifest is, which is written last; so a writer may be killed at any
+    moment, and a reader finds whole versions only. A writer begins with a base, behind the highest
+    number that the store has seen.
+
+    A store has one writer. The last one that began to write wins: an earlier one that is still
+    there, such as that of a trainer which hung and was replaced, gets a WeightStoreError at its
+    next `write`, and writes no more.
+
+    It keeps a copy of the last version in host memory, to compare with. One thread at a time may
+    call.
+    """
+
+    def __init__(
+        self,
+        store: str | Path,
+        *,
+        base_every: int = 16,
+        max_file_bytes: int = 2 * 2**30,
+        keep: int = 2,
+    ) -> None:
+        """Touches nothing yet.
+
+        Args:
+            store: A folder, which need not exist, or a URL that fsspec knows.
+            base_every: Most versions from one base to the next; 1 writes bases only.
+            max_file_bytes: Maximum size of a file's tensors, unless a single one is larger.
+            keep: Bases that stay, with their deltas; older ones are deleted.
+
+        Raises:
+            InvalidConfigError: a number is below 1.
+            WeightStoreError: fsspec does not know the URL.
+        """
+        given = {"base_every": base_every, "max_file_bytes": max_file_bytes, "keep": keep}
+        for name, value in given.items():
+            if value < 1:
+                raise InvalidConfigError(f"{name} must be at least 1, got {value!r}")
+        self._files = StoreFiles(store)
+        self._base_every = base_every
+        self._max_file_bytes = max_file_bytes
+        self._keep = keep
+        self._id = uuid.uuid4().hex
+        self._store_id: str | None = None
+        self._last: int | None = None  # the highest number that this writer has claimed
+        self._previous: Manifest | None = None  # of `_held`
+        self._held: dict[str, np.ndarray] = {}
+        self._base: int | None = None
+        self._is_replaced = False
+
+    @property
+    def newest(self) -> int | None:
+        """The newest whole version in the store; None if there is none."""
+        manifest = newest_manifest(self._files)
+        return None if manifest is None else manifest.version
+
+    def write(
+        self,
+        tensors: Mapping[str, np.ndarray],
+        *,
+        adapter: Mapping[str, Any] | None = None,
+        as_base: bool = False,
+    ) -> WrittenVersion:
+        """Writes the next version.
+
+        It is a base if it must be: the first of this writer, the first behind a failed write, one
+        of other names, dtypes, shapes or another adapter, one of which everything changed.
+
+        Args:
+            tensors: The weights in Hugging Face's names, or the adapter's in PEFT's. They are
+                copied, and compared in bits with those of the version before.
+            adapter: PEFT's adapter_config if the tensors are a LoRA adapter's.
+            as_base: Whether to write a base though a delta would do.
+
+        Raises:
+            WeightStoreError: a tensor has a dtype that the files lack, the store cannot be written,
+                or another writer has taken it over. The store has the versions that it had.
+        """
+        adapter = _plain(adapter)
+        arrays = {name: _checked(name, array) for name, array in tensors.items()}
+        if not arrays:
+            raise WeightStoreError("tensors must not be empty: a version without any")
+        try:
+            return self._write(arrays, adapter, as_base)
+        except BaseException:
+            # What is held may be of neither version, and the version may be there all the same.
+            self._previous = None
+            raise
+
+    def _write(
+        self, arrays: Mapping[str, np.ndarray], adapter: dict[str, Any] | None, as_base: bool
+    ) -> WrittenVersion:
+        versions = self._files.versions()
+        self._check_alone(versions)
+        store = self._identify()
+        version = max([0, self._last or 0, *versions]) + 1
+        previous = None if as_base else self._delta_of(arrays, adapter, versions, version)
+        is_fresh = self._previous is None  # of this life, or behind a failure
+        if not self._files.claim(version, self._id):
+            self._refuse(version)
+        self._last = version
+        if is_fresh:
+            self._delete_incomplete(versions)
+
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            changes = list(
+                pool.map(lambda name: self._change(name, arrays[name], previous), arrays)
+            )
+            if all(change.entry.form == "whole" for change in changes):
+                previous = None
+            changes, groups = _assign_files(changes, self._max_file_bytes)
+            files = tuple(
+                pool.map(lambda i: self._write_file(version, i, groups[i]), range(len(groups)))
+            )
+        manifest = Manifest(
+            version=version,
+            store=store,
+            writer=self._id,
+            previous=previous,
+            adapter=adapter,
+            files=files,
+            tensors=tuple(change.entry for change in changes),
+        )
+        data = manifest.to_bytes()
+        if self._files.versions()[-1] != version or not self._files.is_claimed_by(
+            version, self._id
+        ):
+            self._refuse(version)
+        self._files.replace(self._files.path(version, MANIFEST), data)
+        self._previous = manifest
+        if previous is None:
+            self._base = version
+            self._delete_old()
+        return WrittenVersion(
+            version=version,
+            is_base=previous is None,
+            num_bytes=sum(file.num_bytes for file in files) + len(data),
+            whole_bytes=sum(array.nbytes for array in arrays.values()),
+            num_changed=sum(change.delta.num_changed for change in changes),
+        )
+
+    def _check_alone(self, versions: Sequence[int]) -> None:
+        if self._is_replaced or (self._last and versions and versions[-1] > self._last):
+            self._refuse(versions[-1] if versions else 0)
+
+    def _refuse(self, version: int) -> None:
+        self._is_replaced = True
+        raise WeightStoreError(
+            f"{self._files.shown(self._files.path(version))} is another writer's: a second trainer "
+            f"writes to this store. This one (writer {self._id}) wrote up to version "
+            f"{self._last or 0} and writes no more; give each trainer a store of its own"
+        )
+
+    def _identify(self) -> str:
+        """The store's id: made by its first writer, made good if its file is damaged."""
+        path = self._files.shown(STORE_FILE)
+        try:
+            found = load_store_id(self._files)
+        except WeightStoreError as error:
+            found = self._store_id or uuid.uuid4().hex
+            if not self._files.create(STORE_FILE, store_file(found)):
+                logger.warning("%s is written anew: %s", path, error)
+                self._files.replace(STORE_FILE, store_file(found))
+        if self._store_id not in (None, found):
+            self._is_replaced = True
+            raise WeightStoreError(f"{path} has the id {found}, expected {self._store_id}")
+        self._store_id = found
+        return found
+
+    def _delta_of(
+        self,
+        arrays: Mapping[str, np.ndarray],
+        adapter: dict[str, Any] | None,
+        versions: Sequence[int],
+        version: int,
+    ) -> VersionRef | None:
+        """The version that this one can be a delta of."""
+        before = self._previous
+        if before is None or self._base is None or before.version not in versions:
+            return None
+        if version - self._base >= self._base_every or adapter != before.adapter:
+            return None
+        specs = {name: (_DTYPE_NAMES[x.dtype], x.shape) for name, x in arrays.items()}
+        if specs != {each.name: (each.dtype, each.shape) for each in before.tensors}:
+            return None
+        return before.ref
+
+    def _change(self, name: str, array: np.ndarray, previous: VersionRef | None) -> _Change:
+        """Takes a tensor over into what is held, and says how it is stored. Runs on a thread."""
+        held = self._held.get(name)
+        if previous is not None and held is not None:
+            delta = update(bits(held), bits(array))
+        else:
+            if held is None or (held.dtype, held.shape) != (array.dtype, array.shape):
+                held = self._held[name] = np.empty_like(array)
+            delta = replace(bits(held), bits(array))
+        form: Form = "whole" if delta.is_whole else "sparse"
+        if previous is not None and delta.num_changed == 0:
+            form = "same"
+        entry = TensorEntry(
+            name=name,
+            dtype=_DTYPE_NAMES[array.dtype],
+            shape=array.shape,
+            sha256=delta.sha256,
+            form=form,
+            file=None,
+            pieces=delta.pieces if form == "sparse" else (),
+        )
+        return _Change(entry, delta)
+
+    def _write_file(self, version: int, index: int, changes: Sequence[_Change]) -> FileEntry:
+        """Writes tensors, all whole or all sparse, from what is held. Runs on a thread."""
+        header, parts = layout([change.entry for change in changes])
+        is_sparse = changes[0].entry.form == "sparse"
+        digest = hashlib.sha256()
+
+        def buffers() -> Iterator[memoryview]:
+            arrays = [np.frombuffer(header, np.uint8)]
+            arrays += [buffer for change in changes for buffer in change.buffers]
+            for array in arrays:
+                data = array.view(np.uint8)
+                if is_sparse:
+                    digest.update(data)
+                yield data.data
+
+        name = f"{index:05}.safetensors"
+        self._files.write(self._files.path(version, name), buffers())
+        num_bytes = parts[-1].end
+        sha256 = digest.hexdigest() if is_sparse else None
+        return FileEntry(name=name, num_bytes=num_bytes, sha256=sha256)
+
+    def _delete_incomplete(self, versions: Sequence[int]) -> None:
+        """Deletes what writers before left without a manifest."""
+        for version in versions:
+            if not self._files.has_manifest(version):
+                self._delete(version)
+
+    def _delete_old(self) -> None:
+        """Deletes versions behind the bases that stay."""
+        versions = [each for each in self._files.versions() if each <= (self._base or 0)]
+        bases = [each for each in versions if self._is_base(each)]
+        for version in versions:
+            if len(bases) > self._keep and version < bases[-self._keep]:
+                self._delete(version)
+
+    def _is_base(self, version: int) -> bool:
+        try:
+            return load_manifest(self._files, version).previous is None
+        except WeightStoreError:  # damaged: deleted with its neighbours
+            return False
+
+    def _delete(self, version: int) -> None:
+        try:
+            self._files.delete_version(version)
+        except WeightStoreError as error:  # it harms nobody, and the next base tries again
+            logger.warning("an old version stays: %s", error)
+
+
+def _assign_files(
+    changes: Sequence[_Change], max_bytes: int
+) -> tuple[list[_Change], list[list[_Change]]]:
+    """The changes with the indices of their files, and those of each file."""
+    placed: list[_Change] = []
+    groups: list[list[_Change]] = []
+    open_files: dict[Form, tuple[int, int]] = {}  # index and bytes of the last file of a form
+    for change in changes:
+        form = change.entry.form
+        if form != "same":
+            size = sum(buffer.nbytes for buffer in change.buffers)
+            index, filled = open_files.get(form, (-1, 0))
+            if index < 0 or filled + size > max_bytes:
+                index, filled = len(groups), 0
+                groups.append([])
+            open_files[form] = (index, filled + size)
+            change = change._replace(entry=dataclasses.replace(change.entry, file=index))
+            groups[index].append(change)
+        placed.append(change)
+    return placed, groups
+
+
+def _checked(name: str, array: np.ndarray) -> np.ndarray:
+    """A tensor in C order, if the files can hold it."""
+    if not isinstance(name, str) or name == "__metadata__":
+        raise WeightStoreError(f"a tensor cannot be called {name!r}")
+    if not isinstance(array, np.ndarray):
+        raise WeightStoreError(f"{name!r} must be a NumPy array, got {type(array).__name__}")
+    if array.dtype not in _DTYPE_NAMES:
+        raise WeightStoreError(
+            f"{name!r} has dtype {array.dtype}, supported: {', '.join(map(str, _DTYPE_NAMES))}"
+        )
+    return np.asarray(array, order="C")
+
+
+def _plain(adapter: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """An adapter's config as JSON returns it."""
+    if adapter is None:
+        return None
+    try:
+        return json.loads(dump(dict(adapter)))
+    except (TypeError, ValueError) as error:
+        raise WeightStoreError(f"adapter must be plain JSON: {error}") from error
