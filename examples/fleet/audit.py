@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 from tunix.rl.rl_cluster import RLCluster
-from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
+from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput
 
+from tunix_sgljax import SglJaxRollout, VersionedRolloutOutput
 from tunix_sgljax.in_flight.wrapping import RolloutWrapper
 
 Row = tuple[bytes, bytes]
@@ -69,17 +70,23 @@ def _row(prompt: np.ndarray, completion: np.ndarray) -> Row:
 class AuditedRollout(RolloutWrapper):
     """A rollout whose rows are counted."""
 
-    def __init__(self, inner: BaseRollout, audit: Audit) -> None:
-        """Wraps a rollout."""
+    def __init__(self, inner: SglJaxRollout, audit: Audit) -> None:
+        """Wraps a rollout, of a fleet or embedded."""
         super().__init__(inner)
-        self._audit = audit
+        self._sampler, self._audit = inner, audit
 
     def generate(
         self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any
     ) -> RolloutOutput:
         """Samples, and counts what came."""
         output = super().generate(prompts, rollout_config, **kwargs)
+        assert isinstance(output, VersionedRolloutOutput)
         self._audit.add_sampled(output.left_padded_prompt_tokens, output.tokens, self.pad_id())
+        self._audit.replicas.update(filter(None, output.replica_ids or ()))
+        # The learner is synchronous: nothing is updated while it samples.
+        newest = self._sampler.weight_version
+        for versions in output.weight_versions:
+            self._audit.wrong_versions += bool(np.any(versions != newest))
         return output
 
 

@@ -11,24 +11,25 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from absl import logging as absl_logging
-from tunix.rl.rollout.base_rollout import BaseRollout
 
 from fleet.audit import Audit
-from fleet.processes import Fleet, FleetError, Service
-from fleet.services import ROUTERS, router_service, worker_services
+from fleet.processes import Fleet, LaunchError, Runner, Service
+from fleet.services import ROUTER, ROUTERS, router_service, worker_services
 from fleet.training import train
 from hf_folder import write_hf_folder
 from lines import Lines
-from tunix_sgljax import SglJaxRollout
+from tunix_sgljax import SglJaxFleetRollout, SglJaxRollout
 from tunix_sgljax.training import TrainConfig, load_config
 from tunix_sgljax.training.report import StepRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 EXIT_INTERRUPTED = 130
+
+LIMITS = {"request_timeout_s": 60.0, "sync_timeout_s": 60.0, "outage_timeout_s": 300.0}
+"""Fields of FleetConfig. A completion takes seconds here; a worker that starts, about twenty."""
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -83,23 +84,19 @@ def fleet_services(args: argparse.Namespace, config: TrainConfig, store: str) ->
 
 def fleet_rollout(
     services: Sequence[Service], store: str, config: TrainConfig
-) -> Callable[..., BaseRollout]:
+) -> Callable[..., SglJaxRollout]:
     """Returns the rollout that samples with the services, as Tunix calls it."""
-    from tunix_sgljax.fleet import FleetConfig, SglJaxFleetRollout
-
     urls = [service.url for service in services]
-    where: dict[str, Any] = {"urls": urls}
-    if services[0].name == "router":
-        where = {"url": urls[0]}
+    is_routed = services[0].name == ROUTER
     return functools.partial(
         SglJaxFleetRollout,
-        fleet=FleetConfig(**where, weights_store=store),
+        fleet={"urls": urls[0] if is_routed else urls, "weights_store": store, **LIMITS},
         random_seed=config.seed,
     )
 
 
 def summary(
-    records: Sequence[StepRecord], audit: Audit, fleet: Fleet | None, config: TrainConfig
+    records: Sequence[StepRecord], audit: Audit, fleet: Runner | None, config: TrainConfig
 ) -> str:
     """Returns what the run is judged by."""
     rewards = [record.reward for record in records]
@@ -128,26 +125,33 @@ def is_right(records: Sequence[StepRecord], audit: Audit, config: TrainConfig) -
     return bool(records) and wrong == 0 and audit.num_rows == expected
 
 
-def run(args: argparse.Namespace, say: Callable[[str], None]) -> bool:
+def run(
+    args: argparse.Namespace, say: Callable[[str], None], make_fleet: Callable[..., Runner] = Fleet
+) -> bool:
     """Runs it all; returns `is_right`.
 
+    Args:
+        args: The command line's.
+        say: Prints a line.
+        make_fleet: Makes what runs the services, from Fleet's arguments.
+
     Raises:
-        FleetError: A process does not start.
+        LaunchError: A process does not start.
     """
     config = read_config(args)
     output = Path(config.output_dir).resolve()
     store = args.weights_store or str(output / "weights")
     audit = Audit()
-    fleet: Fleet | None = None
+    fleet: Runner | None = None
     with contextlib.ExitStack() as ends:
         if args.embedded:
-            make_rollout: Callable[..., BaseRollout] = functools.partial(
+            make_rollout: Callable[..., SglJaxRollout] = functools.partial(
                 SglJaxRollout, **config.sgljax_config, random_seed=config.seed
             )
         else:
             services = fleet_services(args, config, store)
             fleet = ends.enter_context(
-                Fleet(
+                make_fleet(
                     services,
                     output / "logs",
                     environment={"JAX_COMPILATION_CACHE_DIR": str(output / "compiled")},
@@ -179,15 +183,15 @@ def _raise_interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, make_fleet: Callable[..., Runner] = Fleet) -> int:
     """Runs the command and returns its exit code: 0 where each row was trained once."""
     args = parse_args(argv)
     absl_logging.set_verbosity(absl_logging.ERROR)
     signal.signal(signal.SIGTERM, _raise_interrupt)
     try:
         with Lines() as say:
-            return 0 if run(args, say) else 1
-    except FleetError as error:
+            return 0 if run(args, say, make_fleet) else 1
+    except LaunchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -16,7 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 _TIED = Path(__file__).with_name("tied.py")
 _TICK_S = 0.1
@@ -24,7 +24,7 @@ _DRAIN_S = 10.0
 _LOG_LINES = 15
 
 
-class FleetError(RuntimeError):
+class LaunchError(RuntimeError):
     """A process of the fleet does not start."""
 
 
@@ -50,6 +50,29 @@ def free_port() -> int:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         return listening.getsockname()[1]
+
+
+class Runner(Protocol):
+    """What runs the services of a fleet: processes of this machine, or Ray's actors."""
+
+    num_kills: int
+    num_restarts: int
+
+    def __enter__(self) -> Self:
+        """Starts the services."""
+        ...
+
+    def __exit__(self, *_: object) -> None:
+        """Ends them."""
+        ...
+
+    def wait_until_healthy(self, limit_s: float = 300.0) -> None:
+        """Returns when all answer; raises LaunchError where one cannot."""
+        ...
+
+    def start_killing(self) -> None:
+        """From now on random workers are killed, if that was asked for."""
+        ...
 
 
 class Fleet:
@@ -110,15 +133,15 @@ class Fleet:
         """Returns when each service answers /health.
 
         Raises:
-            FleetError: One of them ended, or does not answer in time.
+            LaunchError: One of them ended, or does not answer in time.
         """
         deadline = time.monotonic() + limit_s
         for service in self._services:
             while not is_healthy(service.url):
                 if self._error is not None:
-                    raise FleetError(self._error)
+                    raise LaunchError(self._error)
                 if time.monotonic() > deadline:
-                    raise FleetError(
+                    raise LaunchError(
                         f"{service.name} at {service.url} is not healthy after {limit_s:.0f} s:\n"
                         f"{self._log_end(service)}"
                     )

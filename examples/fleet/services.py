@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fleet.processes import FleetError, Service, free_port
+from fleet.processes import LaunchError, Service, free_port
 
 ROUTERS = {
     "sglang": ("sglang-router", "launch", "--policy", "cache_aware"),
@@ -17,23 +17,36 @@ ROUTERS = {
 }
 """Commands of public routers, which are installed beside: `pip install sglang-router`."""
 
+_SOON = (
+    *("--health-check-interval-secs", "2"),
+    *("--worker-startup-check-interval", "1"),
+    *("--cb-timeout-duration-secs", "5"),
+)
+"""Routers look for workers that died or came back once a minute unless they are told."""
+
+PROGRAM = (sys.executable, "-m", "tunix_sgljax.cli.main")
+"""The command `tunix-sgljax`, of this interpreter."""
+
+ROUTER = "router"
+"""Name of the router's service."""
+
 
 def router_service(router: str) -> Service:
     """Returns the router, which workers join.
 
     Raises:
-        FleetError: It is not installed.
+        LaunchError: It is not installed.
     """
     program, *arguments = ROUTERS[router]
     found = shutil.which(program)
     if found is None:
-        raise FleetError(f"--router {router} needs {program}: pip install {program}")
+        raise LaunchError(f"--router {router} needs {program}: pip install {program}")
     port = free_port()
     return Service(
-        name="router",
+        name=ROUTER,
         command=[
             *(found, *arguments, "--host", "127.0.0.1", "--port", str(port)),
-            *("--prometheus-port", str(free_port())),
+            *("--prometheus-port", str(free_port()), *_SOON),
         ],
         url=f"http://127.0.0.1:{port}",
         may_be_killed=False,
@@ -70,7 +83,7 @@ def worker_service(
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command: list[str] = [
-        *(sys.executable, "-m", "tunix_sgljax.cli.main", "serve"),
+        *(*PROGRAM, "serve"),
         *("--model", str(model), "--port", str(port), "--weights-store", str(weights_store)),
     ]
     if router is not None:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
-from tunix.rl.rollout.base_rollout import BaseRollout
 
 from addition_task import exact_match, problem_batches
 from fleet.audit import Audit, AuditedCluster, AuditedRollout
 from grpo_addition import make_cluster
+from tunix_sgljax import SglJaxRollout
 from tunix_sgljax.training import TrainConfig
 from tunix_sgljax.training.report import StepRecord, StepRecorder
 from tunix_sgljax.training.rollouts import TimedRollout
@@ -21,7 +21,7 @@ from tunix_sgljax.training.rollouts import TimedRollout
 
 def train(
     config: TrainConfig,
-    make_rollout: Callable[..., BaseRollout],
+    make_rollout: Callable[..., SglJaxRollout],
     audit: Audit,
     on_step: Callable[[StepRecord], None],
     limit_s: float | None = None,
@@ -35,9 +35,9 @@ def train(
         on_step: Gets each step's record.
         limit_s: Seconds after which no further step is started; None trains all batches.
     """
-    made: list[BaseRollout] = []
+    made: list[SglJaxRollout] = []
 
-    def audited(**keywords: Any) -> BaseRollout:
+    def audited(**keywords: Any) -> AuditedRollout:
         made.append(make_rollout(**keywords))
         return AuditedRollout(made[0], audit)
 
@@ -46,7 +46,7 @@ def train(
     with contextlib.ExitStack() as ends:
         cluster = make_cluster(config, engine, AuditedCluster)
         for rollout in made:
-            ends.callback(rollout.close)  # pyright: ignore[reportAttributeAccessIssue]
+            ends.callback(rollout.close)
         assert isinstance(cluster, AuditedCluster)
         cluster.audit = audit
         cluster.with_external_metrics_logger(recorder.add_metrics)

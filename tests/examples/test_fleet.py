@@ -9,6 +9,7 @@ import sys
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import psutil
@@ -16,7 +17,7 @@ import pytest
 
 import fleet.launch
 from fleet.audit import Audit
-from fleet.processes import Fleet, FleetError, Service, free_port
+from fleet.processes import Fleet, LaunchError, Service, free_port
 from fleet.services import ROUTERS, router_service, worker_services
 from tests.devices import ROOT
 from tests.threads import LIMIT_S, wait_for
@@ -89,7 +90,7 @@ class TestProcesses:
     def test_one_that_cannot_start(self, tmp_path, program, said):
         with (
             Fleet([service(program=program)], tmp_path) as processes,
-            pytest.raises(FleetError, match=said),
+            pytest.raises(LaunchError, match=said),
         ):
             processes.wait_until_healthy(LIMIT_S)
         assert processes.num_restarts == 0
@@ -156,7 +157,7 @@ class TestServices:
     @pytest.mark.parametrize("name", ROUTERS)
     def test_a_router_that_is_not_installed(self, name, monkeypatch, tmp_path):
         monkeypatch.setenv("PATH", str(tmp_path))
-        with pytest.raises(FleetError, match=f"needs {ROUTERS[name][0]}: pip install"):
+        with pytest.raises(LaunchError, match=f"needs {ROUTERS[name][0]}: pip install"):
             router_service(name)
 
 
@@ -197,8 +198,9 @@ class TestAudit:
     def test_rows_that_come_twice_or_not_at_all(self, audit, rows, twice, lost):
         audit.add_trained(example(*([part[i] for i in rows] for part in self.ROWS)))
         assert (audit.num_trained_twice, audit.num_lost) == (twice, lost)
-        config = SimpleNamespace(batch_size=1, num_generations=len(rows))
-        assert not fleet.launch.is_right([SimpleNamespace()], audit, config)
+        config: Any = SimpleNamespace(batch_size=1, num_generations=len(rows))
+        step: Any = None
+        assert not fleet.launch.is_right([step], audit, config)
 
     def test_a_row_with_another_token_is_another_row(self, audit):
         prompts, completions = self.ROWS
