@@ -36,6 +36,7 @@ from sgljax_engine.io_struct import (
     ContinueGenerationReqInput,
     FlushCacheReqInput,
     FlushCacheReqOutput,
+    NewVersion,
     PauseGenerationReqInput,
     PauseMode,
     SleepTag,
@@ -811,6 +812,8 @@ class Engine:
         donate: bool = False,
         verify: bool = False,
         check_finite: bool | None = None,
+        version: int | None = None,
+        reload: bool = False,
     ) -> Asks[int]:
         """Replaces all weights between two dispatches, while other callers generate.
 
@@ -841,11 +844,16 @@ class Engine:
             check_finite: Refuse new weights that hold NaN or infinity. None follows the engine
                 option of that name, True by default. With `donate` this reads the source a second
                 time, before the first old weight is freed.
+            version: Serve as this version, which must be above the serving one: servers of one
+                policy then give their tokens the same versions. None takes the next one.
+            reload: The source holds the serving version's weights once more, after they were found
+                damaged: then `version` may be the serving one too.
 
         Returns:
             The new weight version.
 
         Raises:
+            InvalidRequestError: for a version that is not above the serving one.
             WeightSyncError: names every missing, extra or mis-shaped parameter, or those that are
                 not finite. As after all other errors, the old weights keep serving.
             WeightsLostError: the one exception; see `donate`.
@@ -856,11 +864,20 @@ class Engine:
         check_mode(mode)
         checks_finite = self._checks_finite if check_finite is None else check_finite
         check_flags(donate=donate, verify=verify, check_finite=checks_finite)
+        new_version = NewVersion(number=version, is_reload=reload)
+        new_version.after(self.weight_version)  # before its source is read, and at the swap again
         flush = flushes(mode, flush_cache)
         load = sources.update_source(self._model, source, rules)
         update = self._group.weights.update
         return job(
-            update, load, mode, flush, donate=donate, verify=verify, check_finite=checks_finite
+            update,
+            load,
+            mode,
+            flush,
+            donate=donate,
+            verify=verify,
+            check_finite=checks_finite,
+            version=new_version,
         )
 
     @asks
@@ -901,6 +918,7 @@ class Engine:
         *,
         mode: PauseMode = "retract",
         flush_cache: bool | None = None,
+        version: int | None = None,
     ) -> Asks[int]:
         """Serves staged weights from the next dispatch on, atomically.
 
@@ -912,18 +930,21 @@ class Engine:
             staged: From `stage_weights` of this engine.
             mode: As in `update_weights`.
             flush_cache: As in `update_weights`.
+            version: As in `update_weights`.
 
         Returns:
             The weight version of the published weights.
 
         Raises:
-            InvalidRequestError: for weights that another engine staged.
+            InvalidRequestError: for weights that another engine staged; for a version that is not
+                above the serving one, or not the one that the weights were published as.
             EngineStateError: for discarded weights; also as in `update_weights`, and then the
                 weights stay staged.
         """
         check_staged(staged)
         check_mode(mode)
-        return job(self._group.weights.publish, staged, mode, flushes(mode, flush_cache))
+        flush, new_version = flushes(mode, flush_cache), NewVersion(number=version)
+        return job(self._group.weights.publish, staged, mode, flush, new_version)
 
     def discard_weights(self, staged: StagedWeights) -> bool:
         """Frees staged weights; does not touch the serving weights.
@@ -958,6 +979,8 @@ class Engine:
         *,
         mode: PauseMode = "retract",
         flush_cache: bool | None = None,
+        version: int | None = None,
+        reload: bool = False,
     ) -> Asks[int]:
         """Loads a LoRA adapter beside the weights, or replaces the adapter of the same name.
 
@@ -974,6 +997,8 @@ class Engine:
                 the objects.
             mode: What happens to started requests of this adapter; see `update_weights`.
             flush_cache: As in `update_weights`.
+            version: As in `update_weights`.
+            reload: As in `update_weights`.
 
         Returns:
             The new weight version.
@@ -984,7 +1009,8 @@ class Engine:
                 a magnitude of DoRA. The old adapter keeps serving.
             WeightLoadError: for a folder that is broken, or no plain LoRA.
             EngineStateError: when there is no free slot, or the engine has no weights.
-            InvalidRequestError: for an invalid name, and for a pytree without rules.
+            InvalidRequestError: for an invalid name, for a pytree without rules, and for a version
+                that is not above the serving one.
         """
         if not isinstance(name, str) or not name:
             raise InvalidRequestError(f"name must be a string of an adapter, got {name!r}")
@@ -992,7 +1018,17 @@ class Engine:
         flush = flushes(mode, flush_cache)
         load = functools.partial(adapter_source, self._model, source, rules)
         load_adapter = self._group.weights.load_adapter
-        return job(load_adapter, name, load, mode, flush, check_finite=self._checks_finite)
+        new_version = NewVersion(number=version, is_reload=reload)
+        new_version.after(self.weight_version)
+        return job(
+            load_adapter,
+            name,
+            load,
+            mode,
+            flush,
+            check_finite=self._checks_finite,
+            version=new_version,
+        )
 
     def find_differing_adapter(
         self, name: str, source: Any, rules: Sequence[WeightRule] | None = None

@@ -21,6 +21,9 @@ PauseMode = Literal["abort", "retract", "in_place", "wait"]
 
 _MODES = get_args(PauseMode)
 
+MAX_VERSIONS = 2**31
+"""Versions of weights fit an int32, as trainers keep those of tokens."""
+
 SleepTag = Literal["weights", "kv_cache"]
 """The parts of an engine's device memory, named as in vLLM and SGLang."""
 
@@ -66,6 +69,42 @@ def flushes(mode: PauseMode, flush_cache: Any) -> bool:
     if flush_cache is not None and not isinstance(flush_cache, bool):
         raise InvalidRequestError(f"flush_cache must be True, False or None: {flush_cache!r}")
     return mode != "in_place" if flush_cache is None else flush_cache
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class NewVersion:
+    """The version that new weights, or a new adapter, will have.
+
+    Attributes:
+        number: Their version; None is the next one after the serving version.
+        is_reload: They are the serving version's again, so its own number is allowed too.
+    """
+
+    number: int | None = None
+    is_reload: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequestError for a number that can be no version."""
+        check_flags(reload=self.is_reload)
+        number = self.number
+        is_int = isinstance(number, int) and not isinstance(number, bool)
+        if number is not None and not (is_int and 1 <= number < MAX_VERSIONS):
+            raise InvalidRequestError(
+                f"version must be None or an integer in [1, {MAX_VERSIONS}), got {number!r}"
+            )
+        if self.is_reload and number is None:
+            raise InvalidRequestError("reload=True needs version, the one that is loaded again")
+
+    def after(self, serving: int) -> int:
+        """The version after a serving one; InvalidRequestError when it would not be newer."""
+        if self.number is None:
+            return serving + 1
+        if self.number > serving or (self.is_reload and self.number == serving):
+            return self.number
+        least = "at least" if self.is_reload else "above"
+        raise InvalidRequestError(
+            f"version must be {least} the serving version {serving}, got {self.number}"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

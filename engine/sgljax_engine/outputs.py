@@ -104,8 +104,8 @@ class RequestOutput:
         `input_token_logprobs` of the prompt from `logprob_start_len` on, and
         `{input,output}_top_logprobs` and `{input,output}_token_ids_logprobs` with a list of triples
         for each position. `output_processed_logprobs` and `output_scaled_logprobs` are this
-        engine's own. `routed_experts` is there unless it is None. With sampling masks there are SGLang's
-        `output_token_sampling_mask`, a list of ids for each token, and
+        engine's own. `routed_experts` is there unless it is None. With sampling masks there are
+        SGLang's `output_token_sampling_mask`, a list of ids for each token, and
         `output_token_sampling_logprobs`, the tokens' log-probs over these. With speculation there
         are also `draft_sources` and SGLang's `spec_accept_token_num`, the number of output tokens
         that were drafts.

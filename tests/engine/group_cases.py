@@ -488,6 +488,15 @@ def faults() -> None:
         serves_old(5)
         engine.update_weights(spread_weights(ONE), donate=True)
         serves_old(6)
+        staged = engine.stage_weights(new)
+        inside.cores(engine)[2].runner.weight_version = 9  # this engine alone refuses
+        with pytest.raises(InvalidRequestError, match="above the serving version 9, got 9"):
+            engine.publish_weights(staged, version=9)
+        inside.cores(engine)[2].runner.weight_version = 6
+        serves_old(6)
+        assert engine.publish_weights(staged, version=9) == 9
+        assert {core.serving.version for core in inside.cores(engine)} == {9}
+        assert outputs(engine) != want
 
 
 def scores() -> None:

@@ -180,6 +180,16 @@ def test_another_adapter_of_the_same_name(engine, merged):
     check_same(generate(engine, "two"), merged[2])
 
 
+def test_an_adapter_is_loaded_as_a_version(engine, merged):
+    version = engine.weight_version + 4
+    assert engine.load_adapter("one", *make_adapter(3), version=version) == version
+    with pytest.raises(InvalidRequestError, match=f"serving version {version}, got {version}$"):
+        engine.load_adapter("one", *make_adapter(1), version=version)
+    check_same(generate(engine, "one"), merged[3])
+    assert engine.load_adapter("one", *make_adapter(1), version=version, reload=True) == version
+    check_same(generate(engine, "one"), merged[1])
+
+
 def test_a_smaller_adapter_leaves_nothing_of_the_one_before(engine, plain):
     small = make_adapter(7, rank=1, kinds=("gate_proj",))
     engine.load_adapter("one", *small)

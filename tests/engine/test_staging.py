@@ -129,6 +129,24 @@ def test_what_publishing_refuses_stays_staged(engine, expected):
     assert tokens_of(engine) == expected[1]
 
 
+def test_weights_are_published_as_the_version_that_is_asked_for(engine, expected):
+    staged = engine.stage_weights(NEW)
+    version = engine.weight_version + 10
+    for late in (1, engine.weight_version):
+        with pytest.raises(InvalidRequestError, match=f"above the serving version .* got {late}$"):
+            engine.publish_weights(staged, version=late)
+    assert (staged.state, tokens_of(engine)) == ("staged", expected[0])
+    assert engine.publish_weights(staged, version=version) == version
+    assert (staged.weight_version, engine.weight_version) == (version, version)
+    (out,) = engine.generate_requests(PROMPTS[:1], SHORT)
+    assert out.token_weight_versions == [version] * len(out.output_ids)
+    for again in (None, version):
+        assert engine.publish_weights(staged, version=again) == version
+    with pytest.raises(InvalidRequestError, match=f"must be {version}, .* got {version + 1}$"):
+        engine.publish_weights(staged, version=version + 1)
+    assert engine.update_weights(OLD) == version + 1
+
+
 # ------------------------------------------------------------------ discarding
 
 

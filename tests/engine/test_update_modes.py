@@ -159,6 +159,51 @@ class TestFlushCache:
             engine.update_weights(NEW, **arguments)
 
 
+class TestVersion:
+    def test_tokens_carry_the_version_that_is_asked_for(self, engine, reference):
+        calls = start_all(engine, PROMPTS)
+        before = engine.weight_version
+        assert engine.update_weights(NEW, version=before + 5, mode="in_place") == before + 5
+        for output in results(calls):
+            assert set(output.token_weight_versions) == {before, before + 5}
+            assert output.token_weight_versions == sorted(output.token_weight_versions)
+        assert engine.update_weights(OLD) == before + 6
+
+    def test_an_old_version_is_refused_before_its_source_is_read(self, engine, old_outputs):
+        version, read = engine.weight_version, []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(plan, "source_spec", read.append)
+            for late in (1, version):
+                message = f"version must be above the serving version {version}, got {late}$"
+                with pytest.raises(InvalidRequestError, match=message):
+                    engine.update_weights(NEW, version=late)
+        assert (read, engine.weight_version) == ([], version)
+        assert [out.output_ids for out in engine.generate_requests(PROMPTS, LONG)] == old_outputs
+
+    def test_a_version_that_was_overtaken_is_refused_at_the_swap(self, engine):
+        """Both were asked for while the version before them served; the second came last."""
+        calls = start_all(engine, PROMPTS[:1])
+        version = engine.weight_version + 2
+        first = start(lambda: engine.update_weights(NEW, version=version, mode="wait"))
+        wait_for(lambda: bool(inside.core(engine).pauses._pending))
+        second = start(lambda: engine.update_weights(OLD, version=version))
+        assert first.result(LIMIT_S) == version
+        with pytest.raises(InvalidRequestError, match=f"serving version {version}, got {version}$"):
+            second.result(LIMIT_S)
+        results(calls)
+        assert engine.find_differing_weights(NEW) == []
+
+    def test_the_serving_version_is_loaded_again_when_asked(self, engine):
+        version = engine.weight_version
+        checksums = engine.get_weights_checksum()
+        inside.core(engine).runner.weights = {
+            name: x * 2 for name, x in inside.core(engine).runner.weights.items()
+        }
+        assert engine.update_weights(OLD, version=version, reload=True, verify=True) == version
+        assert engine.weight_version == version
+        assert engine.get_weights_checksum() == checksums
+
+
 class TestOrder:
     def test_updates_are_done_in_the_order_of_their_calls(self, engine):
         """The second must not overtake the first, which waits for a long request."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ QUICK: dict[str, Any] = {"request_timeout_s": 60, "sync_timeout_s": 60, "outage_
 class Worker:
     """A server with an engine of random weights, which others replace."""
 
-    def __init__(self, actor: nnx.Module, store: Path, name: str, **options: Any) -> None:
+    def __init__(self, actor: Any, store: Path, name: str, **options: Any) -> None:
         self.engine = Engine(
             model_config=to_model_config(actor.config, context_length=MAX_LEN),
             load_format="dummy",
@@ -56,10 +56,15 @@ def workers(actor: nnx.Module, store: Path, count: int, **options: Any) -> Itera
 
 
 def fleet_rollout(
-    actor: nnx.Module, store: Path, fleet: list[Worker], **options: Any
+    actor: nnx.Module,
+    store: Path,
+    fleet: list[Worker],
+    changes: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> SglJaxFleetRollout:
-    """A rollout on workers; the caller closes it."""
-    settings = {"urls": [worker.url for worker in fleet], "weights_store": str(store), **QUICK}
+    """A rollout on workers, with `changes` of its FleetConfig; the caller closes it."""
+    urls = [worker.url for worker in fleet]
+    settings = {"urls": urls, "weights_store": str(store), **QUICK, **(changes or {})}
     merged: dict[str, Any] = {
         "tokenizer": ref.IntegerTokenizer(),
         "rollout_config": rollout_config(),

@@ -21,7 +21,7 @@ from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.command import Ask
 from sgljax_engine.core.commands.weights import BuildWeights, Weights
 from sgljax_engine.errors import EngineShutdownError, EngineStateError, InvalidRequestError
-from sgljax_engine.io_struct import PauseMode
+from sgljax_engine.io_struct import NewVersion, PauseMode
 from sgljax_engine.observability.trace import UPDATES_TRACK, Recorder
 from sgljax_engine.processing.worker import Worker
 from sgljax_engine.weights.adapters import AdapterSlots, plan_adapter
@@ -117,6 +117,7 @@ class WeightsWorker:
         donate: bool,
         verify: bool,
         check_finite: bool,
+        version: NewVersion,
     ) -> int:
         """Makes the new weights and has them swapped in; returns their version.
 
@@ -134,15 +135,15 @@ class WeightsWorker:
             new.made = new.make()
         build = self._whole(planned, new, donate=donate)
         submitted = time.perf_counter()
-        version = self._serve(build, mode, flush_cache, "update_weights")
+        served = self._serve(build, mode, flush_cache, version, "update_weights")
         del build
         self._served.remember(plan, arrays)
         del arrays
         if self._recorder.is_on:
-            ended, args = time.perf_counter(), {"weight_version": version}
+            ended, args = time.perf_counter(), {"weight_version": served}
             self._recorder.slice(UPDATES_TRACK, "prepare weights", began, submitted, args)
             self._recorder.slice(UPDATES_TRACK, "wait for the swap", submitted, ended, args)
-        return version
+        return served
 
     def stage(
         self, load: Callable[[], WeightSource], *, verify: bool, check_finite: bool
@@ -158,17 +159,24 @@ class WeightsWorker:
         self._staged.add(staged)
         return staged
 
-    def publish(self, staged: StagedWeights, mode: PauseMode, flush_cache: bool) -> int:
+    def publish(
+        self, staged: StagedWeights, mode: PauseMode, flush_cache: bool, version: NewVersion
+    ) -> int:
         """Has staged weights served; returns their version, the same one whenever it is asked."""
         self._check_own(staged)
         if staged.weight_version is not None:
+            if version.number not in (None, staged.weight_version):
+                raise InvalidRequestError(
+                    f"version must be {staged.weight_version}, which these weights were published "
+                    f"as, got {version.number}"
+                )
             return staged.weight_version
         if staged.state == "discarded":
             raise EngineStateError("these staged weights were discarded; stage_weights makes new")
         self._check_open()
-        version = self._serve(staged.build, mode, flush_cache, "publish_weights")
-        staged.published(version)
-        return version
+        served = self._serve(staged.build, mode, flush_cache, version, "publish_weights")
+        staged.published(served)
+        return served
 
     def discard(self, staged: StagedWeights) -> bool:
         """Frees staged weights; False if they were published or discarded before."""
@@ -183,10 +191,11 @@ class WeightsWorker:
         flush_cache: bool,
         *,
         check_finite: bool,
+        version: NewVersion,
     ) -> int:
         """Has an adapter loaded; returns the version of the weights with it. See `update`."""
         build = self._plan_adapter(name, load, check_finite=check_finite)
-        make = functools.partial(cmd.SwapAdapter, mode, flush_cache, name, build)
+        make = functools.partial(cmd.SwapAdapter, mode, flush_cache, name, build, version=version)
         return self._swap(make, mode, "load_adapter")
 
     def find_differing_adapter(self, name: str, load: Callable[[], WeightSource]) -> list[str]:
@@ -256,9 +265,16 @@ class WeightsWorker:
             await_source(arrays)
         return _NewWeights(plan, arrays, verify=verify)
 
-    def _serve(self, build: BuildWeights, mode: PauseMode, flush_cache: bool, name: str) -> int:
+    def _serve(
+        self,
+        build: BuildWeights,
+        mode: PauseMode,
+        flush_cache: bool,
+        version: NewVersion,
+        name: str,
+    ) -> int:
         """Has weights swapped in; afterwards their source is unknown, whatever failed."""
-        make = functools.partial(cmd.SwapWeights, mode, flush_cache, build)
+        make = functools.partial(cmd.SwapWeights, mode, flush_cache, build, version=version)
         try:
             return self._swap(make, mode, name)
         finally:

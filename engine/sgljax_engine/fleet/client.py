@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,9 +40,13 @@ _MAX_NONFINITE = 3
 _STILL_ENDS = "in use"
 """Part of the refusal of an id that an earlier attempt still has."""
 
+_PROBE_S, _MAX_MISSED = 5.0, 3
+"""Seconds between probes of an address with open requests, and how many it may not answer."""
+
 _CONNECT_TIMEOUT_S = 5.0
 _INFO_TIMEOUT_S = 10.0
 _SHOWN_CHARS = 300
+_STATUS = "status "
 
 
 class Reply(NamedTuple):
@@ -52,13 +57,19 @@ class Reply(NamedTuple):
     problem: str | None
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class _Target:
-    """An address that requests go to."""
+    """An address that requests go to.
+
+    `resumes_s` is when it is asked again after a failure, by `time.monotonic`. `hung` is set for
+    the requests that are open when it has stopped to answer.
+    """
 
     url: str
     num_open: int = 0
-    resumes_s: float = 0.0  # by `time.monotonic`; it is left alone before
+    resumes_s: float = 0.0
+    hung: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    watch: asyncio.Task[None] | None = None
 
 
 class FleetClient:
@@ -67,6 +78,7 @@ class FleetClient:
     def __init__(self, config: FleetConfig) -> None:
         self._config = config
         self._targets = [_Target(url) for url in config.urls]
+        self._behind: dict[str, _Target] = {}  # workers behind routers
         self._slots = asyncio.Semaphore(config.max_in_flight)
         self._http = httpx.AsyncClient(
             # Proxies of the environment are not for workers of one's own.
@@ -78,6 +90,7 @@ class FleetClient:
         self.num_retries = 0
 
     async def close(self) -> None:
+        """Closes the connections; what is under way has been cancelled before."""
         await self._http.aclose()
 
     # ------------------------------------------------------------------ requests
@@ -101,18 +114,34 @@ class FleetClient:
             FleetError: when there was no answer for `outage_timeout_s`.
         """
         async with self._slots:
-            return await self._ask(path, body, session, read)
+            return await self._ask(self._targets, path, body, session, read)
 
-    async def _ask(
+    async def ask_a_worker(
         self, path: str, body: Mapping[str, Any], session: str, read: Callable[[Any], Any]
     ) -> Any:
+        """`ask` for a route that routers do not know: straight to a worker."""
+        async with self._slots:
+            urls = await self.worker_urls()
+            known = {target.url: target for target in (*self._targets, *self._behind.values())}
+            targets = [known.get(url) or _Target(url) for url in urls]
+            self._behind = {target.url: target for target in targets}
+            return await self._ask(targets or self._targets, path, body, session, read)
+
+    async def _ask(
+        self,
+        targets: Sequence[_Target],
+        path: str,
+        body: Mapping[str, Any],
+        session: str,
+        read: Callable[[Any], Any],
+    ) -> Any:
         headers = self._headers(self._config.api_key) | dict.fromkeys(SESSION_HEADERS, session)
-        began, wait_s, num_nonfinite = time.monotonic(), _FIRST_WAIT_S, 0
+        failing_since_s, wait_s, num_nonfinite = math.inf, _FIRST_WAIT_S, 0
         while True:
-            target = self._pick(session)
+            target = _pick(targets, session)
             target.num_open += 1
             try:
-                reply = await self._http.post(target.url + path, json=body, headers=headers)
+                reply = await self._post(target, path, body, headers)
                 if reply.status_code == 200:
                     result = read(reply.json())
                     target.resumes_s = 0.0
@@ -130,7 +159,8 @@ class FleetClient:
                 target.num_open -= 1
             if num_nonfinite >= _MAX_NONFINITE:
                 raise NonFiniteLogitsError(f"{num_nonfinite} workers, at last {problem}")
-            if time.monotonic() - began > self._config.outage_timeout_s:
+            failing_since_s = min(failing_since_s, time.monotonic())
+            if time.monotonic() - failing_since_s >= self._config.outage_timeout_s:
                 raise FleetError(
                     f"no worker of {', '.join(self._config.urls)} answered {path} within "
                     f"outage_timeout_s={self._config.outage_timeout_s}; at last {target.url}: "
@@ -141,6 +171,37 @@ class FleetClient:
             await asyncio.sleep(wait_s * self._random.uniform(0.5, 1.5))
             wait_s = min(2 * wait_s, _MAX_WAIT_S)
 
+    async def _post(
+        self, target: _Target, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> httpx.Response:
+        """Posts a body; raises ReadTimeout once the address has stopped to answer at all."""
+        if target.watch is None or target.watch.done():
+            target.watch = asyncio.create_task(self._watch(target))
+        post = asyncio.create_task(self._http.post(target.url + path, json=body, headers=headers))
+        hung = asyncio.create_task(target.hung.wait())
+        try:
+            await asyncio.wait({post, hung}, return_when=asyncio.FIRST_COMPLETED)
+            if post.done():
+                return post.result()
+            raise httpx.ReadTimeout("its /health does not answer")
+        finally:
+            hung.cancel()
+            post.cancel()
+            await asyncio.wait({post})
+
+    async def _watch(self, target: _Target) -> None:
+        """Probes an address while it has requests; gives them up when it has stopped to answer."""
+        num_missed = 0
+        await asyncio.sleep(_PROBE_S)
+        while target.num_open:
+            (reply,) = await self.tell([target.url], "/health", None, _PROBE_S)
+            answers = reply.problem is None or reply.problem.startswith(_STATUS)
+            num_missed = 0 if answers else num_missed + 1
+            if num_missed == _MAX_MISSED:
+                target.hung.set()
+                target.hung, num_missed = asyncio.Event(), 0
+            await asyncio.sleep(_PROBE_S)
+
     def _refuse_for_good(self, reply: httpx.Response, problem: str) -> None:
         """Raises for an answer that every worker would give."""
         status = reply.status_code
@@ -150,14 +211,6 @@ class FleetClient:
             raise InvalidConfigError(f"fleet's api_key is refused: {problem}")
         if status in (400, 413, 422):
             raise InvalidRequestError(f"a worker refuses the request: {problem}")
-
-    def _pick(self, session: str) -> _Target:
-        """The address of a session, by rendezvous hashing among those that are not overloaded."""
-        now_s = time.monotonic()
-        targets = [each for each in self._targets if each.resumes_s <= now_s] or self._targets
-        idlest = min(target.num_open for target in targets)
-        targets = [each for each in targets if each.num_open <= idlest + _MAX_LOAD_GAP]
-        return max(targets, key=lambda target: _weight(session, target.url))
 
     # ------------------------------------------------------------------ control
 
@@ -170,18 +223,10 @@ class FleetClient:
         return list(dict.fromkeys(url for urls in lists for url in urls))
 
     async def _workers_of(self, url: str) -> list[str]:
-        """Addresses behind a router: sglang-router's way, then vllm-router's; else the address."""
-        for path, read in (("/workers", _sglang_workers), ("/list_workers", _vllm_workers)):
-            try:
-                reply = await self._http.get(
-                    url + path,
-                    headers=self._headers(self._config.api_key),
-                    timeout=_INFO_TIMEOUT_S,
-                )
-                if reply.status_code == 200:
-                    return read(reply.json())
-            except (httpx.HTTPError, ValueError, KeyError, TypeError):
-                continue
+        """Addresses behind a router, as sglang-router and vllm-router list them; else itself."""
+        (reply,) = await self.tell([url], "/workers", None, _INFO_TIMEOUT_S)
+        if reply.problem is None:
+            return [str(worker["url"]).rstrip("/") for worker in reply.content["workers"]]
         return [url]
 
     async def tell(
@@ -200,7 +245,7 @@ class FleetClient:
                     timeout=httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S),
                 )
                 if reply.status_code == 200:
-                    return Reply(url, reply.json() if reply.content else None, None)
+                    return Reply(url, reply.json() if _is_json(reply) else reply.text, None)
                 return Reply(url, None, _problem(reply))
             except (httpx.HTTPError, ValueError) as error:
                 return Reply(url, None, f"{type(error).__name__} {error}".strip())
@@ -211,8 +256,21 @@ class FleetClient:
         return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
+def _pick(targets: Sequence[_Target], session: str) -> _Target:
+    """The address of a session, by rendezvous hashing among those that are not overloaded."""
+    now_s = time.monotonic()
+    targets = [each for each in targets if each.resumes_s <= now_s] or targets
+    idlest = min(target.num_open for target in targets)
+    targets = [each for each in targets if each.num_open <= idlest + _MAX_LOAD_GAP]
+    return max(targets, key=lambda target: _weight(session, target.url))
+
+
 def _weight(session: str, url: str) -> bytes:
     return hashlib.blake2b(f"{session} {url}".encode(), digest_size=8).digest()
+
+
+def _is_json(reply: httpx.Response) -> bool:
+    return "json" in reply.headers.get("content-type", "")
 
 
 def _problem(reply: httpx.Response) -> str:
@@ -220,16 +278,8 @@ def _problem(reply: httpx.Response) -> str:
         message = reply.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):
         message = reply.text
-    return f"status {reply.status_code}: {str(message)[:_SHOWN_CHARS]}"
+    return f"{_STATUS}{reply.status_code}: {str(message)[:_SHOWN_CHARS]}"
 
 
 def _is_nonfinite(reply: httpx.Response) -> bool:
     return reply.status_code == 500 and "NonFiniteLogitsError" in reply.text
-
-
-def _sglang_workers(content: Any) -> list[str]:
-    return [str(worker["url"]).rstrip("/") for worker in content["workers"]]
-
-
-def _vllm_workers(content: Any) -> list[str]:
-    return [str(url).rstrip("/") for url in content["urls"]]

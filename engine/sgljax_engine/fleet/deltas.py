@@ -41,14 +41,12 @@ class TensorDelta(NamedTuple):
         values: Stored elements, as unsigned integers.
         codes: Codes of the gaps.
         num_changed: Elements that differ.
-        sha256: Checksum of the whole new tensor.
     """
 
     pieces: tuple[Piece, ...]
     values: list[np.ndarray]
     codes: list[np.ndarray]
     num_changed: int
-    sha256: str
 
     @property
     def is_whole(self) -> bool:
@@ -70,7 +68,6 @@ def update(held: np.ndarray, new: np.ndarray) -> TensorDelta:
         held: Bits of the tensor before [N]; `values` of the result may share its memory.
         new: Bits of the new one [N].
     """
-    digest = hashlib.sha256()
     pieces, values, codes = [], [], []
     num_changed = 0
     for start in range(0, held.size, PIECE_LEN):
@@ -79,30 +76,34 @@ def update(held: np.ndarray, new: np.ndarray) -> TensorDelta:
         is_changed = source != target
         count = int(np.count_nonzero(is_changed))
         num_changed += count
-        if count:
-            target[:] = source
-        digest.update(target)
-        piece, some = _piece(is_changed, count, target.itemsize)
-        pieces.append(piece)
-        if piece.width == 0:
-            values.append(target)
-        elif count:
-            values.append(source[is_changed])
-            codes.append(some)
-    return TensorDelta(tuple(pieces), values, codes, num_changed, digest.hexdigest())
+        if count == 0:
+            pieces.append(Piece(0, 1, 0))
+            continue
+        target[:] = source
+        indices = None
+        if count * (source.itemsize + 1) < source.nbytes:  # a code has at least a byte
+            indices = nonzero(is_changed)
+            code = encode_gaps(indices)
+            if count * source.itemsize + code.nbytes < source.nbytes:
+                pieces.append(Piece(count, code.itemsize, len(code)))
+                values.append(source[indices])
+                codes.append(code)
+                continue
+        pieces.append(Piece(source.size, 0, 0))
+        values.append(target)
+    return TensorDelta(tuple(pieces), values, codes, num_changed)
 
 
 def replace(held: np.ndarray, new: np.ndarray) -> TensorDelta:
     """Copies a tensor over another of its size, whose bits [N] do not matter; stores all of it."""
-    digest = hashlib.sha256()
-    pieces, values = [], []
-    for start in range(0, held.size, PIECE_LEN):
-        target = held[start : start + PIECE_LEN]
-        target[:] = new[start : start + PIECE_LEN]
-        digest.update(target)
-        pieces.append(Piece(target.size, 0, 0))
-        values.append(target)
-    return TensorDelta(tuple(pieces), values, [], held.size, digest.hexdigest())
+    held[:] = new
+    sizes = [held[start : start + PIECE_LEN].size for start in range(0, held.size, PIECE_LEN)]
+    return TensorDelta(tuple(Piece(size, 0, 0) for size in sizes), [held], [], held.size)
+
+
+def sha256(held: np.ndarray) -> str:
+    """Checksum of a tensor's bits [N]."""
+    return hashlib.sha256(held.data).hexdigest()
 
 
 def apply(target: np.ndarray, pieces: Sequence[Piece], values: np.ndarray, codes: bytes) -> None:
@@ -143,14 +144,13 @@ def encode_gaps(indices: np.ndarray) -> np.ndarray:
     A code is a number of elements to pass before the next one that is stored; the largest number of
     the type passes as many and stores none.
     """
-    gaps = np.diff(indices, prepend=-1) - 1
+    gaps = (np.diff(indices, prepend=-1) - 1).astype(np.uint32)
     escapes = {width: gaps // np.iinfo(dtype).max for width, dtype in _WIDTHS.items()}
     width = min(_WIDTHS, key=lambda each: each * (len(gaps) + int(escapes[each].sum())))
-    dtype, num_escapes = _WIDTHS[width], escapes[width]
-    limit = np.iinfo(dtype).max
-    ends = np.cumsum(num_escapes + 1) - 1
-    codes = np.full(ends[-1] + 1 if len(ends) else 0, limit, dtype)
-    codes[ends] = gaps - num_escapes * limit
+    limit = np.uint32(np.iinfo(_WIDTHS[width]).max)
+    ends = np.arange(len(gaps)) + np.cumsum(escapes[width], dtype=np.int64)
+    codes = np.full(ends[-1] + 1 if len(ends) else 0, limit, _WIDTHS[width])
+    codes[ends] = gaps - escapes[width] * limit
     return codes
 
 
@@ -161,11 +161,10 @@ def decode_gaps(codes: np.ndarray) -> np.ndarray:
     return passed + np.arange(len(passed))
 
 
-def _piece(is_changed: np.ndarray, count: int, itemsize: int) -> tuple[Piece, np.ndarray]:
-    whole = Piece(len(is_changed), 0, 0), np.empty(0, np.uint8)
-    if count * (itemsize + 1) >= len(is_changed) * itemsize:  # a code has at least a byte
-        return whole
-    codes = encode_gaps(np.flatnonzero(is_changed))
-    if count * itemsize + codes.nbytes >= len(is_changed) * itemsize:
-        return whole
-    return Piece(count, codes.itemsize, len(codes)), codes
+def nonzero(flags: np.ndarray) -> np.ndarray:
+    """Indices of the true flags [N], of which most are false: eight at a time are passed over."""
+    end = len(flags) // 8 * 8
+    words = np.flatnonzero(flags[:end].view(np.uint64))
+    found = np.flatnonzero(flags[:end].reshape(-1, 8)[words])
+    rest = np.flatnonzero(flags[end:]) + end
+    return np.concatenate([words[found // 8] * 8 + found % 8, rest])

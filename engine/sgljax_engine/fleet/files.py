@@ -150,8 +150,8 @@ class StoreFiles:
             raise
         except FileNotFoundError as error:
             raise WeightStoreError(
-                f"cannot {action} {self.shown(path)}: it is missing (deleted behind newer versions, "
-                "or never written to its end)"
+                f"cannot {action} {self.shown(path)}: it is missing (deleted behind newer "
+                "versions, or never written to its end)"
             ) from error
         except Exception as error:  # clients of buckets have classes of their own
             what = f"{type(error).__name__}: {error}"

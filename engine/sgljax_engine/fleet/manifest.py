@@ -303,8 +303,8 @@ def _read_signed(data: bytes, shown: str, expected: str) -> dict[str, Any]:
     if data[:_NUM_SIGNED] != b'{"sha256":"%b",' % found.encode():
         begin = data[:_NUM_SIGNED][11:-2]
         raise WeightStoreError(
-            f"{shown} is damaged: its {len(data)} bytes have the sha256 {found}, and it begins with "
-            f"{begin!r}"
+            f"{shown} is damaged: its {len(data)} bytes have the sha256 {found}, and it begins "
+            f"with {begin!r}"
         )
     fields = json.loads(data)
     if fields.get("format") != expected:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sgljax_engine.errors import WeightStoreError
-from sgljax_engine.fleet.deltas import apply, bits
+from sgljax_engine.fleet.deltas import apply, bits, sha256
 from sgljax_engine.fleet.files import MANIFEST, StoreFiles
 from sgljax_engine.fleet.manifest import (
     FileEntry,
@@ -260,7 +260,7 @@ def _prove(
         if array is None or (array.dtype, array.shape) != (DTYPES[entry.dtype], entry.shape):
             return None
         known = digests.get(entry.name)
-        return known or hashlib.sha256(bits(array)).hexdigest()
+        return known or sha256(bits(array))
 
     for entry, found in zip(target.tensors, pool.map(digest, target.tensors), strict=True):
         if found != entry.sha256:

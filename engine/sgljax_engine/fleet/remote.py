@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
@@ -19,8 +17,7 @@ from sgljax_engine.fleet.client import FleetClient
 from sgljax_engine.fleet.config import FleetConfig, FleetError
 from sgljax_engine.fleet.loop_thread import LoopThread
 from sgljax_engine.fleet.publishing import WeightsPublisher
-from sgljax_engine.fleet.replies import generate_body, read_output, with_text
-from sgljax_engine.fleet.sessions import Sessions
+from sgljax_engine.fleet.sampling import FleetSampler
 from sgljax_engine.fleet.states import FleetCounts, FleetState
 from sgljax_engine.fleet.writer import WrittenVersion
 from sgljax_engine.io_struct import PauseMode
@@ -31,7 +28,6 @@ from sgljax_engine.observability.progress import EngineProgress, ProgressListene
 from sgljax_engine.outputs import RequestOutput
 from sgljax_engine.processing.any_tokenizer import take_tokenizer
 from sgljax_engine.processing.conversation import conversation_ids
-from sgljax_engine.processing.detokenizer import Detokenizer
 from sgljax_engine.processing.input_processor import Limits, LogprobArgs, RequestFactory
 from sgljax_engine.processing.tokenizer import can_show_special_tokens
 from sgljax_engine.sampling_params import SamplingParams, SeedSource
@@ -86,8 +82,6 @@ class RemoteEngine:
         self._dtype = np.dtype(pick_dtype(config, None))
         self._max_rank = config.lora.max_lora_rank
         self._tokenizer = take_tokenizer(tokenizer)
-        self._detokenizer = Detokenizer(self._tokenizer)
-        self._decoding = threading.Lock()
         max_len = config.max_model_len or model_config.context_length
         self._requests = RequestFactory(
             model_config,
@@ -96,11 +90,17 @@ class RemoteEngine:
             SeedSource(config.runtime.random_seed),
         )
         self._fleet = fleet
-        self._sessions = Sessions()
         self._counts = FleetCounts()
         self._loop = LoopThread("sgljax-fleet")
         self._client = self._loop.run(_make(FleetClient, fleet))
         self._state = FleetState(self._client)
+        self._sampler = FleetSampler(
+            self._client,
+            self._counts,
+            self._tokenizer,
+            model_config.moe,
+            lambda: self.weight_version,
+        )
         try:
             self._publisher = WeightsPublisher(fleet, self._client, self._loop)
             self._await_workers(max_len, progress)
@@ -224,7 +224,7 @@ class RemoteEngine:
             FleetError: when no worker answered for `outage_timeout_s`.
         """
         requests = self._make(input_ids, sampling_params, lora, None)
-        return self._loop.run(self._generate(requests, has_rids=False))
+        return self._loop.run(self._sampler.generate(requests, has_rids=False))
 
     async def async_generate_requests(
         self,
@@ -238,7 +238,7 @@ class RemoteEngine:
         """As `Engine.async_generate_requests`; outputs come whole, so `on_piece` is not called."""
         del on_piece
         requests = self._make(input_ids, sampling_params, lora, rid)
-        return await self._await(self._generate(requests, has_rids=rid is not None))
+        return await self._await(self._sampler.generate(requests, has_rids=rid is not None))
 
     def _make(
         self,
@@ -252,38 +252,6 @@ class RemoteEngine:
         )
         return made
 
-    async def _generate(self, requests: list[Request], *, has_rids: bool) -> list[RequestOutput]:
-        sampled = (self._sample(request, has_rid=has_rids) for request in requests)
-        tasks = [asyncio.ensure_future(each) for each in sampled]
-        self._counts.started(len(tasks))
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            self._counts.ended(len(tasks))
-
-    async def _sample(self, request: Request, *, has_rid: bool) -> RequestOutput:
-        min_version = self._publisher.version
-        body = generate_body(request) | {"min_weight_version": min_version}
-        if has_rid:
-            body["rid"] = request.rid
-
-        def read(reply: Any) -> RequestOutput:
-            output = read_output(reply, request, self._model.moe)
-            first = output.first_weight_version
-            if first is not None and first < min_version:
-                raise ValueError(f"version {first} of the weights, where {min_version} was asked")
-            return output
-
-        session = self._sessions.find(request.prompt_ids, request.lora)
-        output = await self._client.ask("/generate", body, session, read)
-        with self._decoding:
-            output = with_text(output, request, self._detokenizer)
-        self._counts.finished(output)
-        return output
-
     def score(
         self,
         sequences: Sequence[Sequence[int]],
@@ -293,39 +261,7 @@ class RemoteEngine:
     ) -> list[np.ndarray]:
         """As `Engine.score`."""
         checked, starts = self._requests.check_scored(sequences, temperature, start_lens)
-        return self._loop.run(self._score(checked, starts, float(temperature), lora))
-
-    async def _score(
-        self, sequences: list[list[int]], starts: list[int], temperature: float, lora: str | None
-    ) -> list[np.ndarray]:
-        """One call for the sequences that share a session, which share their prompt."""
-        groups: dict[str, list[int]] = {}
-        for row, (ids, start) in enumerate(zip(sequences, starts, strict=True)):
-            groups.setdefault(self._sessions.find(ids[:start], lora), []).append(row)
-        scored: list[np.ndarray] = [np.empty(0, np.float32)] * len(sequences)
-
-        async def one(session: str, rows: list[int]) -> None:
-            min_version = self._publisher.version
-            body = {
-                "input_ids": [sequences[row] for row in rows],
-                "start_lens": [starts[row] for row in rows],
-                "temperature": temperature,
-                "min_weight_version": min_version,
-            } | ({} if lora is None else {"lora_path": lora})
-
-            def read(reply: Any) -> list[np.ndarray]:
-                found = [np.asarray(each, np.float32) for each in reply["logprobs"]]
-                lengths = [len(sequences[row]) - starts[row] for row in rows]
-                if [len(each) for each in found] != lengths:
-                    raise ValueError("another number of log-probs than of tokens")
-                return found
-
-            answer = await self._client.ask("/score", body, session, read)
-            for row, logprobs in zip(rows, answer, strict=True):
-                scored[row] = logprobs
-
-        await asyncio.gather(*(one(*group) for group in groups.items()))
-        return scored
+        return self._loop.run(self._sampler.score(checked, starts, float(temperature), lora))
 
     # ------------------------------------------------------------------ weights
 
@@ -351,8 +287,7 @@ class RemoteEngine:
 
     def _tensors(self, source: Any, rules: Sequence[WeightRule]) -> dict[str, np.ndarray]:
         """The weights in Hugging Face's names and form, in the dtype that the workers serve."""
-        hosted = {name: np.asarray(x) for name, x in jax.device_get(dict(source)).items()}
-        tensors = to_hf_tensors(self._model, hosted, rules)
+        tensors = to_hf_tensors(self._model, _on_host(source), rules)
         return {
             name: np.ascontiguousarray(tensor.load().astype(self._dtype, copy=False))
             for name, tensor in tensors.items()
@@ -365,8 +300,7 @@ class RemoteEngine:
 
         Raises as `update_weights`.
         """
-        hosted = {key: np.asarray(x) for key, x in jax.device_get(dict(source)).items()}
-        tensors, config = to_peft_tensors(self._model, hosted, rules, self._max_rank)
+        tensors, config = to_peft_tensors(self._model, _on_host(source), rules, self._max_rank)
         return self._publisher.publish(tensors, config | {"adapter_name": name}, mode)
 
     def find_differing_weights(self, source: Any, rules: Sequence[WeightRule]) -> list[str]:
@@ -378,8 +312,7 @@ class RemoteEngine:
     ) -> list[str]:
         """Names of an adapter's tensors whose bits differ from mapped ones."""
         del name  # there is one
-        hosted = {key: np.asarray(x) for key, x in jax.device_get(dict(source)).items()}
-        tensors, _ = to_peft_tensors(self._model, hosted, rules, self._max_rank)
+        tensors, _ = to_peft_tensors(self._model, _on_host(source), rules, self._max_rank)
         return self._publisher.differing(tensors)
 
     # ------------------------------------------------------------------ control
@@ -400,6 +333,10 @@ class RemoteEngine:
         """`continue_generation` for asyncio."""
         await self._await(self._tell_all("/continue_generation", {}))
 
+    def flush_cache(self) -> None:
+        """Empties the prefix caches of all workers; see `Engine.flush_cache`."""
+        self._loop.run(self._tell_all("/flush_cache", {}))
+
     async def async_abort_request(self, rid: str | None = None, abort_all: bool = False) -> int:
         """As `Engine.async_abort_request`, of requests that were given an id."""
         body = {"rid": rid, "abort_all": abort_all}
@@ -416,7 +353,7 @@ class RemoteEngine:
         """Does nothing; see `sleep`."""
 
     def shutdown(self) -> None:
-        """Cancels what is under way and closes the connections; the workers serve on. Idempotent."""
+        """Cancels what is under way and disconnects; the workers serve on. Idempotent."""
         self._loop.close(self._client.close())
 
     async def _tell_all(self, path: str, body: Mapping[str, Any]) -> list[Any]:
@@ -431,6 +368,12 @@ class RemoteEngine:
 
     async def _await(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         return await asyncio.wrap_future(self._loop.start(coroutine))
+
+
+def _on_host(source: Any) -> dict[str, np.ndarray]:
+    """Copies a trainer's arrays, which Tunix forbids around a sync: there is no other way here."""
+    with jax.transfer_guard("allow"):
+        return {name: np.asarray(x) for name, x in jax.device_get(dict(source)).items()}
 
 
 async def _make(kind: Callable[[FleetConfig], _T], config: FleetConfig) -> _T:

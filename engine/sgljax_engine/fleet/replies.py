@@ -18,13 +18,21 @@ from sgljax_engine.types import FinishReason, Request
 _DEFAULTS = SamplingParams()
 
 
-def generate_body(request: Request) -> dict[str, Any]:
-    """The body that makes a server sample what an engine in process would for a request."""
+def generate_body(request: Request, min_weight_version: int) -> dict[str, Any]:
+    """The body that makes a server sample what an engine in process would for a request.
+
+    What public routers do not know, `seed` among it, they leave out without a word, except from
+    `session_params`.
+    """
     params = _sampling_fields(request.params) | {"seed": request.seed}
     params.pop("n", None)  # each sample is a request of its own
     if not request.params.stop:
         params["detokenize"] = False  # the text is made here, with the trainer's tokenizer
-    body = {"input_ids": request.prompt_ids, "sampling_params": params, "return_logprob": True}
+    body: dict[str, Any] = {
+        "input_ids": request.prompt_ids,
+        "return_logprob": True,
+        "session_params": {"min_weight_version": min_weight_version, "sampling_params": params},
+    }
     return body if request.lora is None else body | {"lora_path": request.lora}
 
 
@@ -54,9 +62,7 @@ def with_text(output: RequestOutput, request: Request, detokenizer: Detokenizer)
     return dataclasses.replace(output, text=stream.finish())
 
 
-def read_output(
-    reply: Mapping[str, Any], request: Request, moe: MoEConfig | None
-) -> RequestOutput:
+def read_output(reply: Mapping[str, Any], request: Request, moe: MoEConfig | None) -> RequestOutput:
     """What an engine in process would have returned, without text.
 
     Raises KeyError, TypeError or ValueError for a reply that is not one of our servers'.

@@ -16,14 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sgljax_engine.errors import InvalidConfigError, WeightStoreError
-from sgljax_engine.fleet.deltas import TensorDelta, bits, replace, update
+from sgljax_engine.fleet.deltas import TensorDelta, bits, replace, sha256, update
 from sgljax_engine.fleet.files import MANIFEST, STORE_FILE, StoreFiles
 from sgljax_engine.fleet.manifest import (
     FileEntry,
     Form,
     Manifest,
     TensorEntry,
-    VersionRef,
     dump,
     layout,
     load_manifest,
@@ -115,6 +114,7 @@ class VersionWriter:
         self._last: int | None = None  # the highest number that this writer has claimed
         self._previous: Manifest | None = None  # of `_held`
         self._held: dict[str, np.ndarray] = {}
+        self._digests: dict[str, str] = {}
         self._base: int | None = None
         self._is_replaced = False
 
@@ -164,50 +164,55 @@ class VersionWriter:
         self._check_alone(versions)
         store = self._identify()
         version = max([0, self._last or 0, *versions]) + 1
-        previous = None if as_base else self._delta_of(arrays, adapter, versions, version)
-        is_fresh = self._previous is None  # of this life, or behind a failure
-        if not self._files.claim(version, self._id):
-            self._refuse(version)
-        self._last = version
-        if is_fresh:
-            self._delete_incomplete(versions)
-
+        before = None if as_base else self._delta_of(arrays, adapter, versions, version)
+        self._claim(version, versions)
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            changes = list(
-                pool.map(lambda name: self._change(name, arrays[name], previous), arrays)
-            )
-            if all(change.entry.form == "whole" for change in changes):
-                previous = None
+            changes = list(pool.map(lambda name: self._change(name, arrays[name], before), arrays))
             changes, groups = _assign_files(changes, self._max_file_bytes)
-            files = tuple(
-                pool.map(lambda i: self._write_file(version, i, groups[i]), range(len(groups)))
-            )
+            numbers = range(len(groups))
+            files = tuple(pool.map(lambda i: self._write_file(version, i, groups[i]), numbers))
+        tensors = tuple(change.entry for change in changes)
+        is_base = all(each.form == "whole" for each in tensors)
         manifest = Manifest(
             version=version,
             store=store,
             writer=self._id,
-            previous=previous,
+            previous=None if is_base or before is None else before.ref,
             adapter=adapter,
             files=files,
-            tensors=tuple(change.entry for change in changes),
+            tensors=tensors,
         )
-        data = manifest.to_bytes()
-        if self._files.versions()[-1] != version or not self._files.is_claimed_by(
-            version, self._id
-        ):
-            self._refuse(version)
-        self._files.replace(self._files.path(version, MANIFEST), data)
+        num_bytes = sum(file.num_bytes for file in files) + self._publish(manifest)
         self._previous = manifest
-        if previous is None:
+        if is_base:
             self._base = version
             self._delete_old()
         return WrittenVersion(
             version=version,
-            is_base=previous is None,
-            num_bytes=sum(file.num_bytes for file in files) + len(data),
+            is_base=is_base,
+            num_bytes=num_bytes,
             whole_bytes=sum(array.nbytes for array in arrays.values()),
             num_changed=sum(change.delta.num_changed for change in changes),
         )
+
+    def _claim(self, version: int, versions: Sequence[int]) -> None:
+        """Takes a number, and frees the disk of what has not become a version."""
+        if not self._files.claim(version, self._id):
+            self._refuse(version)
+        self._last = version
+        if self._previous is None:  # the first of this life, or behind a failure
+            for each in versions:
+                if not self._files.has_manifest(each):
+                    self._delete(each)
+
+    def _publish(self, manifest: Manifest) -> int:
+        """Writes the manifest, with which the version is there; returns its bytes."""
+        data, version = manifest.to_bytes(), manifest.version
+        newest = self._files.versions()[-1:]
+        if newest != [version] or not self._files.is_claimed_by(version, self._id):
+            self._refuse(version)
+        self._files.replace(self._files.path(version, MANIFEST), data)
+        return len(data)
 
     def _check_alone(self, versions: Sequence[int]) -> None:
         if self._is_replaced or (self._last and versions and versions[-1] > self._last):
@@ -243,7 +248,7 @@ class VersionWriter:
         adapter: dict[str, Any] | None,
         versions: Sequence[int],
         version: int,
-    ) -> VersionRef | None:
+    ) -> Manifest | None:
         """The version that this one can be a delta of."""
         before = self._previous
         if before is None or self._base is None or before.version not in versions:
@@ -253,29 +258,30 @@ class VersionWriter:
         specs = {name: (_DTYPE_NAMES[x.dtype], x.shape) for name, x in arrays.items()}
         if specs != {each.name: (each.dtype, each.shape) for each in before.tensors}:
             return None
-        return before.ref
+        return before
 
-    def _change(self, name: str, array: np.ndarray, previous: VersionRef | None) -> _Change:
+    def _change(self, name: str, array: np.ndarray, before: Manifest | None) -> _Change:
         """Takes a tensor over into what is held, and says how it is stored. Runs on a thread."""
         held = self._held.get(name)
-        if previous is not None and held is not None:
+        if before is not None and held is not None:
             delta = update(bits(held), bits(array))
         else:
             if held is None or (held.dtype, held.shape) != (array.dtype, array.shape):
                 held = self._held[name] = np.empty_like(array)
             delta = replace(bits(held), bits(array))
         form: Form = "whole" if delta.is_whole else "sparse"
-        if previous is not None and delta.num_changed == 0:
+        if before is not None and delta.num_changed == 0:
             form = "same"
         entry = TensorEntry(
             name=name,
             dtype=_DTYPE_NAMES[array.dtype],
             shape=array.shape,
-            sha256=delta.sha256,
+            sha256=self._digests[name] if form == "same" else sha256(bits(held)),
             form=form,
             file=None,
             pieces=delta.pieces if form == "sparse" else (),
         )
+        self._digests[name] = entry.sha256
         return _Change(entry, delta)
 
     def _write_file(self, version: int, index: int, changes: Sequence[_Change]) -> FileEntry:
@@ -290,7 +296,7 @@ class VersionWriter:
             for array in arrays:
                 data = array.view(np.uint8)
                 if is_sparse:
-                    digest.update(data)
+                    digest.update(data.data)
                 yield data.data
 
         name = f"{index:05}.safetensors"
@@ -298,12 +304,6 @@ class VersionWriter:
         num_bytes = parts[-1].end
         sha256 = digest.hexdigest() if is_sparse else None
         return FileEntry(name=name, num_bytes=num_bytes, sha256=sha256)
-
-    def _delete_incomplete(self, versions: Sequence[int]) -> None:
-        """Deletes what writers before left without a manifest."""
-        for version in versions:
-            if not self._files.has_manifest(version):
-                self._delete(version)
 
     def _delete_old(self) -> None:
         """Deletes versions behind the bases that stay."""

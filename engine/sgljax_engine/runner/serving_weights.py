@@ -93,11 +93,14 @@ class ServingWeights:
 
     # ------------------------------------------------------------------ updates
 
-    def swap(self, made: Mapping[str, jax.Array]) -> None:
-        """Serves other arrays from the next dispatch on. Sleeping weights are awake afterwards."""
+    def swap(self, made: Mapping[str, jax.Array], version: int) -> None:
+        """Serves other arrays from the next dispatch on, as a version.
+
+        Sleeping weights are awake afterwards.
+        """
         self._runner.swap_weights(made)
         self._sleep_manager.weights_came()
-        self._runner.weight_version += 1
+        self._runner.weight_version = version
         self._digest = None
         self.problem = None
 

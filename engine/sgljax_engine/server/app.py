@@ -7,10 +7,11 @@ import importlib.metadata
 from collections.abc import AsyncIterator
 
 from fastapi import FastAPI
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sgljax_engine import Engine
+from sgljax_engine.fleet.replica import Replica
 from sgljax_engine.server.chat import chat_routes
 from sgljax_engine.server.completions import completion_routes
 from sgljax_engine.server.config import ServerConfig, is_loopback
@@ -20,6 +21,7 @@ from sgljax_engine.server.info import info_routes, open_routes
 from sgljax_engine.server.messages import tokenizer_routes
 from sgljax_engine.server.responses import (
     ERROR_RESPONSES,
+    REPLICA_HEADER,
     HTTPError,
     add_error_handlers,
     error_response,
@@ -52,6 +54,7 @@ def create_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         await context.generation.drain(config.drain_timeout_s)
+        await context.replica.close()
 
     app = FastAPI(
         title="tunix-sgljax",
@@ -76,7 +79,24 @@ def create_app(
         app.include_router(routes(context), responses=ERROR_RESPONSES)
     has_keys = config.api_key is not None and config.admin_key is not None
     app.add_middleware(_SameSite, is_local=is_local and not has_keys)
+    app.add_middleware(_Named, replica=context.replica)
     return app
+
+
+class _Named:
+    """ASGI middleware that says in every reply which replica it is of."""
+
+    def __init__(self, app: ASGIApp, *, replica: Replica) -> None:
+        self._app = app
+        self._replica = replica
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REPLICA_HEADER] = self._replica.id
+            await send(message)
+
+        await self._app(scope, receive, named if scope["type"] == "http" else send)
 
 
 class _SameSite:

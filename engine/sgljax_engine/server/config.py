@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import ipaddress
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,6 +34,11 @@ class ServerConfig:
         model_name: Name of the model in replies; requests may give it.
         lora: Adapter of requests that name no other, so that it is part of the model.
         weights_root: Folder that `/update_weights_from_disk` may read from; None refuses the route.
+        weights_store: Folder or URL of a weight store: the server serves its newest version before
+            it listens, and others when it is told to or asked for them; None follows none. Needs
+            the extra [fleet].
+        replica_id: Its name among the servers of a fleet, in replies and metrics; None takes
+            "<name of the host>:<port>".
         max_requests: Samples that may be unfinished at a time; what is above gets status 503.
         max_body_bytes: Size of a request's body; what is above gets status 413.
         max_connections: Connections that may be open at a time; what is above gets status 503. None
@@ -50,6 +56,8 @@ class ServerConfig:
     model_name: str = "policy"
     lora: str | None = None
     weights_root: Path | None = None
+    weights_store: str | None = None
+    replica_id: str | None = None
     max_requests: int = 4096
     max_body_bytes: int = 16 * 2**20
     max_connections: int | None = None
@@ -89,8 +97,18 @@ class ServerConfig:
         is_right = most is None or (type(most) is int and 1 <= most < files)
         limits = f"None or an integer in [1, the limit of open files = {files})"
         _check(is_right, "max_connections", limits, most)
-        is_right = self.lora is None or (isinstance(self.lora, str) and self.lora)
-        _check(is_right, "lora", "None or an adapter's name", self.lora)
+        texts = {
+            "lora": "an adapter's name",
+            "weights_store": "a folder or a URL",
+            "replica_id": "printable ASCII text",
+        }
+        for name, what in texts.items():
+            value = getattr(self, name)
+            is_right = value is None or (isinstance(value, str) and value)
+            _check(is_right, name, f"None or {what}", value)
+        name = self.replica_id or ""  # goes into a header
+        is_right = name.isascii() and name.isprintable() and name == name.strip()
+        _check(is_right, "replica_id", f"None or {texts['replica_id']}", name)
         for name in ("api_key", "admin_key"):
             key = getattr(self, name)
             if key is None:
@@ -109,6 +127,10 @@ class ServerConfig:
                 f"host {self.host!r} is reached from other machines and needs api_key and "
                 "admin_key; without keys serve on 127.0.0.1"
             )
+
+    def replica_name(self, port: int) -> str:
+        """Its name among the servers of a fleet, for the port that it listens on."""
+        return self.replica_id or f"{socket.gethostname()}:{port}"
 
     @property
     def connection_limit(self) -> int:

@@ -14,6 +14,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from sgljax_engine import Engine
+from sgljax_engine.fleet.replica import Replica
 from sgljax_engine.server.body import SMALL_BYTES, BodyLimits
 from sgljax_engine.server.config import ServerConfig
 from sgljax_engine.server.generation import EventStream, Generation, Job, PieceStream
@@ -155,15 +156,23 @@ class ServerContext:
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
         self.engine = engine
         self.config = config
-        self.generation = Generation(engine, config)
+        name = config.replica_name(config.port)
+        self.replica = Replica(engine, name, config.weights_store)
+        self.generation = Generation(engine, config, self.replica)
         self.token_texts = TokenTexts(engine)
         self.limits = BodyLimits.for_server(engine, config)
         self.workers = Workers()
         self.version_labels: dict[int, str] = {}
 
+    @property
+    def default_adapter(self) -> str | None:
+        """The adapter of requests that name none: the store's, or that of the config."""
+        follower = self.replica.follower
+        return (follower and follower.adapter) or self.config.lora
+
     async def served_names(self) -> list[str]:
         state = await self.engine.async_get_internal_state()
-        return [self.config.model_name, *state.adapters]
+        return list(dict.fromkeys([self.config.model_name, *state.adapters]))
 
     async def check_model(self, name: str | None) -> None:
         """Raises HTTPError with status 404 for a model that is not served."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,6 +19,7 @@ from sgljax_engine import (
     EngineStateError,
     InvalidRequestError,
 )
+from sgljax_engine.fleet.follower import WeightFollower
 from sgljax_engine.server.context import ServerContext
 from sgljax_engine.server.fields import Body
 from sgljax_engine.server.responses import as_http_error, error_body
@@ -62,6 +65,18 @@ class UpdateWeightsFromDisk(Body):
     )
     abort_all_requests: bool = Field(False, description='the same as mode "abort"')
     weight_version: str | None = Field(None, description="a label of the new version")
+
+
+class StageWeightVersion(Body):
+    """Body of `/stage_weight_version`."""
+
+    version: int = Field(ge=1, description="a version of the server's weights_store")
+
+
+class PublishWeightVersion(StageWeightVersion):
+    """Body of `/publish_weight_version`."""
+
+    mode: Literal["abort", "retract", "in_place", "wait"] = "retract"
 
 
 class MemoryOccupation(Body):
@@ -148,8 +163,32 @@ def control_routes(context: ServerContext) -> APIRouter:
         tags = (body or MemoryOccupation()).tags
         return {"status": "ok", "num_bytes": await engine.async_wake_up(tags)}
 
+    _add_versions(router, context)
     _add_vllms(router, engine)
     return router
+
+
+def _add_versions(router: APIRouter, context: ServerContext) -> None:
+    replica = context.replica
+
+    def follower() -> WeightFollower:
+        if replica.follower is None:
+            raise EngineStateError(
+                "the server was started without weights_store, which versions come from"
+            )
+        return replica.follower
+
+    @router.post("/stage_weight_version")
+    async def stage_weight_version(body: StageWeightVersion) -> dict[str, Any]:
+        """Reads a version of the store and makes its weights beside the serving ones."""
+        staged = await replica.ask(functools.partial(follower().stage, body.version))
+        return {"success": True, **dataclasses.asdict(staged)}
+
+    @router.post("/publish_weight_version")
+    async def publish_weight_version(body: PublishWeightVersion) -> dict[str, Any]:
+        """Serves a version of the store, staged before or now; the newest one stays."""
+        publish = functools.partial(follower().publish, body.version, body.mode)
+        return {"success": True, "weight_version": await replica.ask(publish)}
 
 
 def _add_vllms(router: APIRouter, engine: Engine) -> None:

@@ -173,10 +173,7 @@ GENERATE = _foreign(
         "need_wait_for_mm_inputs num_items_assigned encoder_urls",
     ),
     ("use text or input_ids", "input_embeds positional_embed_overrides"),
-    (
-        "every request brings its whole prompt",
-        "session_params session_id conversation_id",
-    ),
+    ("every request brings its whole prompt", "session_id conversation_id"),
     (f"{_EDITS} in sampling_params", "custom_logit_processor"),
     ("hidden states do not leave the engine", "return_hidden_states"),
     (

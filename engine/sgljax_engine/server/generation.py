@@ -14,7 +14,8 @@ from fastapi import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from sgljax_engine import Engine, EngineError, SamplingParams
+from sgljax_engine import Engine, EngineError, NonFiniteLogitsError, SamplingParams
+from sgljax_engine.fleet.replica import QUARANTINED, Replica
 from sgljax_engine.server.config import ServerConfig
 from sgljax_engine.server.responses import (
     VERSION_HEADER,
@@ -47,6 +48,7 @@ class Job:
     rids: list[str]
     logprobs: dict[str, Any] = dataclasses.field(default_factory=dict)
     lora: list[str | None] | None = None
+    min_weight_version: int | None = None
 
     @property
     def num_samples(self) -> int:
@@ -70,8 +72,9 @@ def new_rids(count: int, prefix: str = "") -> list[str]:
 class Generation:
     """The open requests of a server."""
 
-    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+    def __init__(self, engine: Engine, config: ServerConfig, replica: Replica) -> None:
         self._engine = engine
+        self._replica = replica
         self._config = config
         self.is_draining = False  # new requests are refused, since the server ends
         self.num_open = 0  # samples
@@ -83,15 +86,19 @@ class Generation:
     async def generate(self, request: Request, job: Job) -> list[dict[str, Any]]:
         """All outputs of a job, in order; see `RequestOutput.to_dict`.
 
-        Raises HTTPError 503 when there are too many requests, or generation is halted too long, and
-        ClientGoneError when the client is gone; its requests are aborted.
+        Raises HTTPError 503 when there are too many requests, the server's weights are too old or
+        damaged, or generation is halted too long, and ClientGoneError when the client is gone; its
+        requests are aborted.
         """
         limit_s = self._halt_timeout(request)
-        with self._admitted(job):
+        with self._admitted(job), _Watch(self._replica) as watch:
             task = asyncio.ensure_future(self._engine.async_generate(**job.arguments()))
             with _HaltLimit(self._engine, limit_s, task.cancel) as halt:
                 outputs = await _unless_gone(request, task, halt)
-            return outputs if isinstance(outputs, list) else [outputs]
+            outputs = outputs if isinstance(outputs, list) else [outputs]
+            for output in outputs:
+                watch.name(output)
+            return outputs
 
     async def stream(self, request: Request, job: Job) -> PieceStream:
         """The pieces of a job's outputs; the caller closes them, which aborts what is left.
@@ -103,7 +110,7 @@ class Generation:
             admitted.enter_context(self._admitted(job))
             pieces = await self._engine.async_generate(**job.arguments(), stream=True)
             halt = admitted.enter_context(_HaltLimit(self._engine, limit_s, pieces.interrupt))
-            return PieceStream(pieces, halt, admitted.pop_all())
+            return PieceStream(pieces, halt, _Watch(self._replica), admitted.pop_all())
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests; waits for those that are open, and aborts them at last.
@@ -130,6 +137,10 @@ class Generation:
     def _admitted(self, job: Job) -> Iterator[None]:
         if self.is_draining:
             raise overloaded("the server is shutting down")
+        refusal = self._replica.refusal(job.min_weight_version)
+        if refusal is not None:
+            code, problem = refusal
+            raise overloaded(problem, code)
         count, limit = job.num_samples, self._config.max_requests
         if count > limit:
             raise HTTPError(400, f"the request asks for {count} samples, the limit is {limit}")
@@ -163,15 +174,21 @@ class Generation:
 class PieceStream(AsyncIterator[dict[str, Any]]):
     """An engine's stream that counts as open until it is closed."""
 
-    def __init__(self, pieces: Any, halt: _HaltLimit, admitted: contextlib.ExitStack) -> None:
-        self._pieces, self._halt, self._admitted = pieces, halt, admitted
+    def __init__(
+        self, pieces: Any, halt: _HaltLimit, watch: _Watch, admitted: contextlib.ExitStack
+    ) -> None:
+        self._pieces, self._halt, self._watch, self._admitted = pieces, halt, watch, admitted
 
     async def __anext__(self) -> dict[str, Any]:
-        try:
-            return await anext(self._pieces)
-        except StopAsyncIteration:
-            self._halt.check()
-            raise
+        with self._watch as watch:
+            try:
+                piece = await anext(self._pieces)
+            except StopAsyncIteration:
+                self._halt.check()
+                watch.check()
+                raise
+            watch.name(piece)
+            return piece
 
     async def aclose(self) -> None:
         """Aborts what is unfinished. Idempotent."""
@@ -202,6 +219,33 @@ class EventStream(StreamingResponse):
             gone.cancel()
             await self._pieces.aclose()
             await asyncio.gather(sending, gone, return_exceptions=True)
+
+
+class _Watch:
+    """Within it, non-finite logits take the replica out of service."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._num_quarantines = replica.num_quarantines
+
+    def __enter__(self) -> _Watch:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, NonFiniteLogitsError):
+            self._replica.found_nonfinite()
+        elif error is None:
+            self.check()
+
+    def check(self) -> None:
+        """Raises HTTPError when the replica was quarantined: its tokens cannot be trusted."""
+        if self._replica.num_quarantines != self._num_quarantines:
+            problem = f"replica {self._replica.id} was quarantined while it generated"
+            raise overloaded(problem, QUARANTINED)
+
+    def name(self, output: dict[str, Any]) -> None:
+        """Says in an output which replica it is of."""
+        output["meta_info"]["replica_id"] = self._replica.id
 
 
 class _HaltLimit:

@@ -59,6 +59,10 @@ def open_routes(context: ServerContext) -> APIRouter:
             raise EngineShutdownError("the engine was shut down")
         if context.generation.is_draining:
             raise overloaded("the server is shutting down")
+        refusal = context.replica.refusal()
+        if refusal is not None:
+            code, problem = refusal
+            raise overloaded(problem, code)
         return Response()
 
     @router.get("/", include_in_schema=False)
@@ -138,9 +142,17 @@ def _add_model_routes(router: APIRouter, context: ServerContext) -> None:
     @router.get("/weight_version")
     @router.get("/get_weight_version")
     async def get_weight_version() -> dict[str, Any]:
-        """The version of the serving weights, and its label if a client gave one."""
-        version = engine.weight_version
-        return {"weight_version": version, "label": context.version_labels.get(version)}
+        """Versions of the serving weights, with its label, and of those staged and in the store."""
+        replica, version = context.replica, engine.weight_version
+        follower = replica.follower
+        return {
+            "weight_version": version,
+            "label": context.version_labels.get(version),
+            "replica_id": replica.id,
+            "is_quarantined": replica.is_quarantined,
+            "staged_version": None if follower is None else follower.staged_version,
+            "store_version": None if follower is None else await replica.ask(follower.newest),
+        }
 
 
 def _add_state_routes(router: APIRouter, context: ServerContext) -> None:
@@ -176,6 +188,8 @@ def _add_state_routes(router: APIRouter, context: ServerContext) -> None:
             {
                 "version": _VERSION,
                 "model_name": config.model_name,
+                "served_model_name": config.model_name,
+                "replica_id": context.replica.id,
                 "limits": {name: getattr(config, name) for name in limits},
                 "num_open_samples": context.generation.num_open,
                 "internal_states": [dataclasses.asdict(state) | named],
@@ -221,7 +235,8 @@ def _add_state_routes(router: APIRouter, context: ServerContext) -> None:
     async def metrics() -> Response:
         """Counters for Prometheus."""
         state, registry = await engine.async_get_internal_state(), CollectorRegistry()
-        registry.register(_Metrics(state, context.generation.num_open, config.model_name))
+        labels = {"model_name": config.model_name, "replica_id": context.replica.id}
+        registry.register(_Metrics(state, context.generation.num_open, labels))
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -280,8 +295,8 @@ _SUMMARIES = {
 class _Metrics(Collector):
     """A state for Prometheus; names follow vLLM's, with a prefix of their own."""
 
-    def __init__(self, state: EngineState, num_open: int, model_name: str) -> None:
-        self._state, self._num_open, self._labels = state, num_open, {"model_name": model_name}
+    def __init__(self, state: EngineState, num_open: int, labels: Mapping[str, str]) -> None:
+        self._state, self._num_open, self._labels = state, num_open, dict(labels)
 
     def collect(self) -> Iterator[Metric]:
         state, counters = self._state, self._state.counters

@@ -189,8 +189,8 @@ def check_free_end(body: OpenAIRequest, name: str) -> None:
 
 def adapter(context: ServerContext, body: OpenAIRequest) -> str | None:
     """The adapter that the model's name means; the engine refuses one that is not loaded."""
-    config = context.config
-    return config.lora if body.model in (None, config.model_name) else body.model
+    is_default = body.model in (None, context.config.model_name)
+    return context.default_adapter if is_default else body.model
 
 
 def request_params(

@@ -17,11 +17,16 @@ from sgljax_engine import (
     EngineError,
     EngineShutdownError,
     EngineStateError,
+    NonFiniteLogitsError,
+    WeightStoreError,
 )
 from sgljax_engine.server.fields import FOREIGN_FIELD, UNKNOWN_FIELD
 
 VERSION_HEADER = "x-weight-version"
 """The weight version that sampled the last token of a reply; of a stream, that at its start."""
+
+REPLICA_HEADER = "x-replica-id"
+"""Which server of a fleet replied."""
 
 OPENAI_WORDS = "sgljax_engine.openai_words"
 """Key of a request's scope: whether its errors name OpenAI's fields."""
@@ -77,10 +82,10 @@ class ClientGoneError(Exception):
     """The client closed its connection: nobody reads the reply."""
 
 
-def overloaded(message: str) -> HTTPError:
-    """An error after which the client is to try again."""
+def overloaded(message: str, code: str | None = None) -> HTTPError:
+    """An error after which the client is to try again, here or at another server."""
     headers = {"Retry-After": str(_RETRY_AFTER_S)}
-    return HTTPError(503, message, kind="service_unavailable", headers=headers)
+    return HTTPError(503, message, kind="service_unavailable", code=code, headers=headers)
 
 
 def as_http_error(error: BaseException) -> HTTPError:
@@ -91,6 +96,10 @@ def as_http_error(error: BaseException) -> HTTPError:
         return HTTPError(503, str(error), kind="service_unavailable")
     if isinstance(error, (EngineStateError, CompileForbiddenError)):
         return HTTPError(409, str(error), kind="conflict_error")
+    if isinstance(error, WeightStoreError):
+        return overloaded(str(error), "weight_store")
+    if isinstance(error, NonFiniteLogitsError):
+        return HTTPError(500, str(error), kind="server_error", code="nonfinite_logits")
     if isinstance(error, EngineError) and isinstance(error, ValueError):
         return HTTPError(400, str(error))
     return HTTPError(500, f"{type(error).__name__}: {error}", kind="server_error")
@@ -138,8 +147,8 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
         408: "The body came too slowly.",
         409: "The engine cannot do this now.",
         413: "The body is too large.",
-        500: "A bug of the server.",
-        503: "Overloaded, halted for too long, or shutting down.",
+        500: "A bug of the server, or logits that are NaN or infinite.",
+        503: "Overloaded, halted for too long, shutting down, or without the weights for it.",
     }.items()
 }
 """Error replies, for the OpenAPI schema."""

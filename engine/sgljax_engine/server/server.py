@@ -47,6 +47,7 @@ class Server:
         self._context = app.state.context
         self._socket = _listen(self._config.host, self._config.port)
         self.port: int = self._socket.getsockname()[1]
+        self._context.replica.id = self._config.replica_name(self.port)
         self._started: Future[None] = Future()
         self._drain_timeout_s = self._config.drain_timeout_s
         self._stopping = asyncio.Event()

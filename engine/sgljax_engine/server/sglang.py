@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import AsyncIterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import Field
@@ -60,6 +60,17 @@ class SGLangSampling(SamplingFields):
         return values
 
 
+class SessionParams(Body):
+    """Fields of `/generate` that routers would drop; see `GenerateReqInput.session_params`."""
+
+    nested: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        SGLangSampling.model_fields, "session_params.sampling_params"
+    )
+
+    min_weight_version: int | None = Field(None, ge=0)
+    sampling_params: SGLangSampling | list[SGLangSampling] | None = None
+
+
 class GenerateReqInput(Body):
     foreign: ClassVar[Mapping[str, ForeignField]] = GENERATE
     empty_is_null: ClassVar[frozenset[str]] = frozenset({"model", "rid", "lora_path"})
@@ -105,6 +116,25 @@ class GenerateReqInput(Body):
     model: str | None = Field(
         None, description="the model's name, or a loaded adapter's, as sglang-router sends it"
     )
+    min_weight_version: int | None = Field(
+        None,
+        ge=0,
+        description="status 503 with the code stale_weights if the server has older weights; with "
+        "a weights_store it loads the newest then",
+    )
+    session_params: SessionParams | None = Field(
+        None,
+        description="min_weight_version and sampling_params may be given in here instead: "
+        "sglang-router and vllm-router drop fields that they do not know, such as seed, but not "
+        "this one",
+    )
+
+    def given(self, name: Literal["min_weight_version", "sampling_params"]) -> Any:
+        """The value of a field that may be given in `session_params` instead."""
+        own, inner = getattr(self, name), getattr(self.session_params, name, None)
+        if own is not None and inner is not None:
+            raise InvalidRequestError(f"give {name} or session_params.{name}, not both")
+        return own if inner is None else inner
 
 
 class ScoreReqInput(Body):
@@ -160,7 +190,7 @@ class _GenerateAnswer:
         self._texts = context.token_texts
         prompts, is_single = _prompts(engine, body)
         beside = {"return_sampling_mask": True} if body.return_sampling_mask else {}
-        params = _params(engine, body.sampling_params, prompts, beside)
+        params = _params(engine, body.given("sampling_params"), prompts, beside)
         self._is_single = is_single and params[0].n == 1
         rids = [body.rid] if isinstance(body.rid, str) else body.rid
         self.job = Job(
@@ -174,6 +204,7 @@ class _GenerateAnswer:
                 "token_ids_logprob": body.token_ids_logprob,
             },
             lora=_each("lora_path", _adapter(context, body), len(prompts)),
+            min_weight_version=body.given("min_weight_version"),
         )
 
     def answer(self, outputs: list[dict[str, Any]]) -> Any:
@@ -232,7 +263,7 @@ def _adapter(context: ServerContext, body: GenerateReqInput) -> Any:
     named = None if body.model == context.config.model_name else body.model
     if named is not None and body.lora_path not in (None, named):
         raise InvalidRequestError(f"model={named!r} contradicts lora_path={body.lora_path!r}")
-    return body.lora_path or named or context.config.lora
+    return body.lora_path or named or context.default_adapter
 
 
 def _params(

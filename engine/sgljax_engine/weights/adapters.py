@@ -311,7 +311,9 @@ def _load(
     Slot arrays that are missing in `serving` have no other slot.
     """
     rank, specs = slots.max_rank, {name: both for name, *both in slots.targets}
-    factors = {step.name: pair_factors(a, b, step) for step, (a, b) in zip(steps, sources, strict=True)}
+    factors = {
+        step.name: pair_factors(a, b, step) for step, (a, b) in zip(steps, sources, strict=True)
+    }
     made: Weights = {}
     for name, (a_spec, b_spec) in specs.items():
         num_in, num_out = a_spec.shape[0], b_spec.shape[1]

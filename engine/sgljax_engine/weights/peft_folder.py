@@ -71,11 +71,22 @@ def read_peft_folder(folder: str | Path) -> WeightSource:
     if not folder.is_dir():
         raise WeightLoadError(f"no such folder of an adapter: {str(folder)!r}")
     try:
-        config = _checked(read_json(folder / _CONFIG))
-        arrays = {name: x.T for name, x in read_safetensors(folder / _WEIGHTS).items()}
-        return WeightSource(arrays, tuple(_rules(config, arrays)))
-    except (InvalidConfigError, ValueError, re.error) as error:
+        config, tensors = read_json(folder / _CONFIG), read_safetensors(folder / _WEIGHTS)
+    except (InvalidConfigError, ValueError) as error:
         raise WeightLoadError(f"{folder} is no adapter of plain LoRA: {error}") from error
+    return peft_source(config, tensors, str(folder))
+
+
+def peft_source(
+    config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], origin: str
+) -> WeightSource:
+    """`read_peft_folder` for a config and tensors that were read; errors name their origin."""
+    try:
+        checked = _checked(config)
+        arrays = {name: x.T for name, x in tensors.items()}
+        return WeightSource(arrays, tuple(_rules(checked, arrays)))
+    except (ValueError, re.error) as error:
+        raise WeightLoadError(f"{origin} is no adapter of plain LoRA: {error}") from error
 
 
 def _checked(given: Mapping[str, Any]) -> dict[str, Any]:

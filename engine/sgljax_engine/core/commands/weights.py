@@ -19,7 +19,7 @@ from sgljax_engine.errors import (
     WeightsLostError,
     WeightSyncError,
 )
-from sgljax_engine.io_struct import PauseMode
+from sgljax_engine.io_struct import NewVersion, PauseMode
 from sgljax_engine.runner.serving_weights import ServingWeights
 from sgljax_engine.weights.rules import WeightRule
 
@@ -39,10 +39,12 @@ class Swap(GroupCommand):
     Attributes:
         mode: What happens to started requests.
         flush_cache: Refuse if keys and values of the old weights would stay in use.
+        version: The version that is served from then on.
     """
 
     mode: PauseMode
     flush_cache: bool
+    version: NewVersion = dataclasses.field(default=NewVersion(), kw_only=True)
 
     # ------------------------------------------------------------------ what is swapped
 
@@ -57,9 +59,8 @@ class Swap(GroupCommand):
         """
         raise NotImplementedError
 
-    def serve(self, serving: ServingWeights, made: Mapping[str, jax.Array]) -> int | None:
-        """Serves the arrays; returns the changed adapter's slot, or None for all weights."""
-        raise NotImplementedError
+    def swapped(self, serving: ServingWeights) -> int | None:
+        """Notes that they serve; returns the changed adapter's slot, or None for all weights."""
 
     # ------------------------------------------------------------------ the transaction
 
@@ -70,6 +71,7 @@ class Swap(GroupCommand):
                 f"flush_cache=True with mode='in_place': {num_running} running request(s) would "
                 "go on with keys and values of the old weights"
             )
+        self.version.after(core.serving.version)
         self.check(core.serving)
         return time.perf_counter()
 
@@ -82,7 +84,8 @@ class Swap(GroupCommand):
 
     def commit(self, core: EngineCore, prepared: tuple[float, Mapping[str, jax.Array]]) -> int:
         started_s, made = prepared
-        slot = self.serve(core.serving, made)
+        core.serving.swap(made, self.version.after(core.serving.version))
+        slot = self.swapped(core.serving)
         if not core.sleep_manager.asleep:
             core.recorder.end("asleep")
         self._forget_computed(core, slot)
@@ -127,9 +130,6 @@ class SwapWeights(Swap):
             if serving[0].sleep_on_host:  # where nothing was taken apart
                 raise WeightSyncError(str(error)) from error
             raise
-
-    def serve(self, serving: ServingWeights, made: Mapping[str, jax.Array]) -> None:
-        serving.swap(made)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -193,8 +193,7 @@ class SwapAdapter(Swap):
         slots = self.build([each.slots for each in serving], slot)
         return [each.with_slots(new) for each, new in zip(serving, slots, strict=True)]
 
-    def serve(self, serving: ServingWeights, made: Mapping[str, jax.Array]) -> int:
-        serving.swap(made)
+    def swapped(self, serving: ServingWeights) -> int:
         slot = serving.adapters.reserve(self.adapter)
         serving.adapters.add(self.adapter, slot)
         return slot
