@@ -77,8 +77,7 @@ def fleet_services(args: argparse.Namespace, config: TrainConfig, store: str) ->
     output = Path(config.output_dir).resolve()
     model = args.model or write_hf_folder(output / "model")
     router = None if args.router == "none" else router_service(args.router)
-    options = {"random_seed": config.seed, **config.sgljax_config}
-    workers = worker_services(args.workers, model, store, options, router)
+    workers = worker_services(args.workers, model, store, config.sgljax_config, router)
     return [*([] if router is None else [router]), *workers]
 
 

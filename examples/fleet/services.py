@@ -12,17 +12,25 @@ from typing import Any
 from fleet.processes import LaunchError, Service, free_port
 
 ROUTERS = {
-    "sglang": ("sglang-router", "launch", "--policy", "cache_aware"),
+    "sglang": ("sglang-router", "launch", "--policy", "manual"),
     "vllm": ("vllm-router", "--policy", "consistent_hash"),
 }
-"""Commands of public routers, which are installed beside: `pip install sglang-router`."""
+"""Commands of public routers, which are installed beside: `pip install sglang-router`.
 
-_SOON = (
+Their policies send the turns of one episode to one worker, by a header of the request.
+"""
+
+ROUTER_OPTIONS = (
     *("--health-check-interval-secs", "2"),
+    *("--health-check-timeout-secs", "2"),
+    *("--health-failure-threshold", "2"),
+    *("--health-success-threshold", "1"),
     *("--worker-startup-check-interval", "1"),
+    *("--cb-failure-threshold", "3"),  # less than the 5 attempts at a request, which is then
+    *("--cb-success-threshold", "1"),  # sent to another worker
     *("--cb-timeout-duration-secs", "5"),
 )
-"""Routers look for workers that died or came back once a minute unless they are told."""
+"""Without them a router looks once a minute for workers that died or came back."""
 
 PROGRAM = (sys.executable, "-m", "tunix_sgljax.cli.main")
 """The command `tunix-sgljax`, of this interpreter."""
@@ -46,7 +54,7 @@ def router_service(router: str) -> Service:
         name=ROUTER,
         command=[
             *(found, *arguments, "--host", "127.0.0.1", "--port", str(port)),
-            *("--prometheus-port", str(free_port()), *_SOON),
+            *("--prometheus-port", str(free_port()), *ROUTER_OPTIONS),
         ],
         url=f"http://127.0.0.1:{port}",
         may_be_killed=False,
@@ -84,7 +92,7 @@ def worker_service(
     url = f"http://127.0.0.1:{port}"
     command: list[str] = [
         *(*PROGRAM, "serve"),
-        *("--model", str(model), "--port", str(port), "--weights-store", str(weights_store)),
+        *("--model", str(model), "--port", str(port), "--server", f"weights_store={weights_store}"),
     ]
     if router is not None:
         command += ["--join", router.url, "--advertise", url]
