@@ -60,8 +60,9 @@ def check_equal(one, other):
     for name in ("tokens", "logprobs", "left_padded_prompt_tokens"):
         first, second = getattr(one, name), getattr(other, name)
         assert (first is None) == (second is None), name
-        for a, b in zip(() if first is None else first, second or (), strict=True):
-            np.testing.assert_array_equal(a, b, err_msg=name)
+        if first is not None:
+            for a, b in zip(first, second, strict=True):
+                np.testing.assert_array_equal(a, b, err_msg=name)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

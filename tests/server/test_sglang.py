@@ -11,6 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sgljax_engine import Engine
+from sgljax_engine.server import ServerConfig
 from tests.engine.models import TINY_MOE, spread_weights
 from tests.geometry import SMALL
 from tests.server.served import GREEDY, events_of, serving
@@ -21,7 +22,14 @@ SHORT = {**GREEDY, "max_new_tokens": 12}
 
 def without_times(output):
     """What two runs of a request have in common."""
-    changing = ("id", "e2e_latency", "time_to_first_token", "cached_tokens", "cache_miss_count")
+    changing = (
+        "replica_id",
+        "id",
+        "e2e_latency",
+        "time_to_first_token",
+        "cached_tokens",
+        "cache_miss_count",
+    )
     meta = {name: each for name, each in output["meta_info"].items() if name not in changing}
     return {**output, "meta_info": meta}
 
@@ -202,7 +210,14 @@ class TestInformation:
         assert info["vocab_size"] == served.engine.model_config.vocab_size
         assert served.get("/health").status_code == 200
         assert served.get("/health_generate").status_code == 200
-        assert served.get("/get_weight_version").json() == {"weight_version": 0, "label": None}
+        assert served.get("/get_weight_version").json() == {
+            "weight_version": 0,
+            "label": None,
+            "replica_id": ServerConfig().replica_name(served.server.port),
+            "is_quarantined": False,
+            "staged_version": None,
+            "store_version": None,
+        }
         (load,) = served.get("/get_load").json()
         assert (load["num_reqs"], load["num_waiting_reqs"], load["num_tokens"]) == (0, 0, 0)
 
@@ -219,7 +234,8 @@ class TestInformation:
         counters = served.engine.get_internal_state().counters
         tokens = families["sgljax:generation_tokens"].samples[0]
         assert tokens.value == counters.num_output_tokens > 0
-        assert tokens.labels == {"model_name": "policy"}
+        replica_id = ServerConfig().replica_name(served.server.port)
+        assert tokens.labels == {"model_name": "policy", "replica_id": replica_id}
         assert families["sgljax:e2e_request_latency_seconds"].type == "summary"
 
 

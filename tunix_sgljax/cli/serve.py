@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,14 @@ EXAMPLES = """examples:
   tunix-sgljax serve --model Qwen3-0.6B --host 0.0.0.0 --api-key-file key --admin-key-file admin
   tunix-sgljax serve --model Qwen3-0.6B --weights-root checkpoints --server halt_timeout_s=30
 
+  tunix-sgljax serve --model Qwen3-0.6B --weights-store gs://bucket/policy \\
+      --join http://router:30000 --advertise http://worker-3:30000
+
 Routes of SGLang, vLLM and OpenAI; a picture of the engine at /. Without keys only 127.0.0.1 is
 served. Keys come from an option, a file, or TUNIX_SGLJAX_API_KEY and TUNIX_SGLJAX_ADMIN_KEY.
-Ctrl-C lets open requests finish, for a while; a second one ends at once."""
+Ctrl-C lets open requests finish, for a while; a second one ends at once. A server that joined a
+router serves the newest version of its weight store first, and on SIGTERM leaves the router, lets
+open requests finish, and ends. The router's key comes from TUNIX_SGLJAX_ROUTER_KEY."""
 
 _WAIT_S = 3600.0
 
@@ -50,6 +57,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-name", metavar="NAME", help="in replies; the folder's by default")
     parser.add_argument(
         "--weights-root", metavar="FOLDER", help="where /update_weights_from_disk may read"
+    )
+    parser.add_argument(
+        "--weights-store", metavar="URL", help="a folder or bucket whose newest weights are served"
+    )
+    parser.add_argument(
+        "--join", metavar="URL", help="a router to register with: sglang-router or vllm-router"
+    )
+    parser.add_argument(
+        "--advertise", metavar="URL", help="this server, as the router of --join reaches it"
     )
     parser.add_argument("--warmup", action="store_true", help="compile before the first request")
     parser.add_argument(
@@ -74,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
     # Both are refused before a model is loaded.
     server_config = ServerConfig.from_options(options)
+    _check_join(args)
     _check_port(args.host, args.port)
     started_s = time.perf_counter()
     with Engine(folder, config=config, progress=Progress(None)) as engine:
@@ -86,13 +103,47 @@ def run(args: argparse.Namespace) -> int:
         stop = threading.Event()
         before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
         try:
-            with current().on_interrupt(stop.set):
+            with _joined(args, server.url), current().on_interrupt(stop.set):
                 while server.is_running and not stop.wait(_WAIT_S):
                     pass
             server.stop()
         finally:
             signal.signal(signal.SIGTERM, before)
     return 0
+
+
+def _check_join(args: argparse.Namespace) -> None:
+    """Refuses what no router could use, before a model is loaded."""
+    if args.join is None:
+        if args.advertise is not None:
+            raise InvalidConfigError("--advertise goes with --join, the router that is told")
+        return
+    if args.advertise is None and args.host.strip("[]") in ("0.0.0.0", "::"):
+        raise InvalidConfigError(
+            f"--join needs --advertise, the URL of this server: --host {args.host} is none"
+        )
+    from tunix_sgljax.cli.membership import checked_url
+
+    checked_url("--join", args.join)
+    if args.advertise is not None:
+        checked_url("--advertise", args.advertise)
+
+
+@contextlib.contextmanager
+def _joined(args: argparse.Namespace, url: str) -> Iterator[None]:
+    """Keeps the server among the router's workers for the block."""
+    if args.join is None:
+        yield
+        return
+    from tunix_sgljax.cli.membership import Membership
+
+    key = os.environ.get("TUNIX_SGLJAX_ROUTER_KEY")
+    membership = Membership(args.join, args.advertise or url, api_key=key)
+    try:
+        yield
+    finally:
+        if not membership.leave():
+            say(f"the router {args.join} still lists this server; it will find it gone")
 
 
 def _check_port(host: str, port: int) -> None:
@@ -121,6 +172,7 @@ def _server_options(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "api_key": _key("api", args.api_key, args.api_key_file),
         "admin_key": _key("admin", args.admin_key, args.admin_key_file),
         "weights_root": None if args.weights_root is None else Path(args.weights_root),
+        "weights_store": args.weights_store,
     }
     twice = sorted(named.keys() & options.keys())
     if twice:

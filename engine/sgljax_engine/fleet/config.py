@@ -9,6 +9,12 @@ from urllib.parse import urlsplit
 
 from sgljax_engine.errors import EngineError, InvalidConfigError
 
+ADAPTER = "policy"
+"""Name of a fleet's adapter."""
+
+PAIRS = "base_model.model."
+"""How the names of an adapter's tensors begin, beside those of a model."""
+
 
 class FleetError(EngineError, RuntimeError):
     """No worker of a fleet did in time what was asked; says what they answered."""

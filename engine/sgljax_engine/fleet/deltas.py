@@ -80,9 +80,8 @@ def update(held: np.ndarray, new: np.ndarray) -> TensorDelta:
             pieces.append(Piece(0, 1, 0))
             continue
         target[:] = source
-        indices = None
         if count * (source.itemsize + 1) < source.nbytes:  # a code has at least a byte
-            indices = nonzero(is_changed)
+            indices = np.flatnonzero(is_changed)
             code = encode_gaps(indices)
             if count * source.itemsize + code.nbytes < source.nbytes:
                 pieces.append(Piece(count, code.itemsize, len(code)))
@@ -159,12 +158,3 @@ def decode_gaps(codes: np.ndarray) -> np.ndarray:
     is_stored = codes != np.iinfo(codes.dtype).max
     passed = np.cumsum(codes, dtype=np.int64)[is_stored]
     return passed + np.arange(len(passed))
-
-
-def nonzero(flags: np.ndarray) -> np.ndarray:
-    """Indices of the true flags [N], of which most are false: eight at a time are passed over."""
-    end = len(flags) // 8 * 8
-    words = np.flatnonzero(flags[:end].view(np.uint64))
-    found = np.flatnonzero(flags[:end].reshape(-1, 8)[words])
-    rest = np.flatnonzero(flags[end:]) + end
-    return np.concatenate([words[found // 8] * 8 + found % 8, rest])

@@ -64,6 +64,10 @@ class StoreFiles:
         """Whether a version's folder has a manifest, valid or not."""
         return MANIFEST in self._list(self.path(version))
 
+    def has_store_file(self) -> bool:
+        """Whether the file that names the store is there, valid or not."""
+        return STORE_FILE in self._list("")
+
     def num_bytes(self, path: str) -> int:
         """Size of a file."""
         with self._naming("read", path):
@@ -131,7 +135,7 @@ class StoreFiles:
     def _list(self, folder: str) -> set[str]:
         """Names in a folder, as they are now; of none if it is not there."""
         with self._naming("list", folder):
-            full = self._full(folder)
+            full = self._full(folder).rstrip("/")
             self._fs.invalidate_cache(full)
             try:
                 found: list[Any] = self._fs.ls(full, detail=False)

@@ -18,13 +18,10 @@ from sgljax_engine import (
     WeightStoreError,
     hf_rules,
 )
+from sgljax_engine.fleet.config import ADAPTER, PAIRS
 from sgljax_engine.fleet.reader import ReadVersion, VersionReader
 from sgljax_engine.io_struct import PauseMode
-from sgljax_engine.weights.adapters import A_SUFFIX, B_SUFFIX
 from sgljax_engine.weights.peft_folder import peft_source
-
-ADAPTER = "policy"
-"""Name under which an adapter of a store is loaded."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,13 +47,27 @@ class _Adapter:
     rules: Sequence[WeightRule]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Staged:
+    """A version that was read; `weights` is None if the engine serves its weights already."""
+
+    version: StagedVersion
+    weights: StagedWeights | None
+    adapter: _Adapter | None
+    read: Mapping[str, np.ndarray]
+
+
 class WeightFollower:
     """Has an engine serve what a trainer writes into a weight store, under the store's numbers.
 
     A version is staged beside the serving weights, which takes the memory of one more model, and
-    published between two dispatches. A version of an adapter becomes the adapter `ADAPTER`.
+    published between two dispatches. A version with an adapter holds the weights below it too: they
+    are served if the engine has others, and the pairs become the adapter `ADAPTER`.
 
     Any thread may call; calls are done one after another, and take as long as reading does.
+
+    Attributes:
+        is_broken: Whether only a part of a version was served, so that `reload` must come.
     """
 
     def __init__(self, engine: Engine, store: str | Path) -> None:
@@ -73,10 +84,11 @@ class WeightFollower:
         self._store = str(store)
         self._reader = VersionReader(store)
         self._lock = threading.Lock()
-        self._staged: tuple[StagedVersion, StagedWeights | _Adapter] | None = None
+        self._staged: _Staged | None = None
         self._rules: tuple[str, Sequence[WeightRule]] | None = None
-        self._base_checksums: dict[str, str] | None = None
         self._serves_adapter = False
+        self._served: Mapping[str, np.ndarray] = {}  # the model's tensors that the engine serves
+        self.is_broken = False
 
     @property
     def adapter(self) -> str | None:
@@ -87,7 +99,7 @@ class WeightFollower:
     def staged_version(self) -> int | None:
         """The version that is staged; None if none is."""
         staged = self._staged
-        return None if staged is None else staged[0].version
+        return None if staged is None else staged.version.version
 
     def newest(self) -> int | None:
         """The newest whole version in the store; None if there is none.
@@ -139,7 +151,6 @@ class WeightFollower:
 
         Raises:
             WeightStoreError: there is no version, or it cannot be read.
-            EngineStateError: the weights below an adapter are damaged, and the store has none.
         """
         with self._lock:
             self._discard()
@@ -148,13 +159,23 @@ class WeightFollower:
                 raise WeightStoreError(f"weight store {self._store!r} has no version to reload")
             self._reader.forget()
             read = self._reader.read(newest)
-            if read.adapter is not None:
-                return self._reload_adapter(self._adapter_of(read), newest)
-            version = self._engine.update_weights(
-                read.tensors, mode="abort", verify=True, version=newest, reload=True
+            weights, adapter = self._split(read)
+            self.is_broken = True
+            self._engine.update_weights(
+                weights, mode="abort", verify=True, version=newest, reload=True
             )
-            self._serves_adapter, self._base_checksums = False, None
-            return version
+            if adapter is not None:
+                self._load(adapter, "abort", newest, is_reload=True)
+                differing = self._engine.find_differing_adapter(
+                    ADAPTER, adapter.arrays, adapter.rules
+                )
+                if differing:
+                    raise EngineStateError(
+                        f"the reloaded adapter differs from the store's: {differing}"
+                    )
+            self._served, self._serves_adapter = weights, adapter is not None
+            self.is_broken = False
+            return newest
 
     def close(self) -> None:
         """Frees what is staged. Idempotent."""
@@ -166,73 +187,74 @@ class WeightFollower:
     def _stage(self, version: int) -> StagedVersion:
         if version <= self._engine.weight_version:
             return StagedVersion(version=version, num_bytes=0, is_delta=False)
-        if self._staged is not None and self._staged[0].version == version:
-            return dataclasses.replace(self._staged[0], num_bytes=0)
+        if self._staged is not None and self._staged.version.version == version:
+            return dataclasses.replace(self._staged.version, num_bytes=0)
         self._discard()
         read = self._reader.read(version)
+        weights, adapter = self._split(read)
         found = StagedVersion(version=version, num_bytes=read.num_bytes, is_delta=read.is_delta)
-        if read.adapter is None:
-            self._staged = found, self._engine.stage_weights(read.tensors)
-        else:
-            self._staged = found, self._adapter_of(read)
+        # The reader keeps the arrays of what has not changed.
+        is_served = adapter is not None and weights.keys() == self._served.keys()
+        is_served = is_served and all(weights[name] is self._served[name] for name in weights)
+        staged = None if is_served else self._engine.stage_weights(weights)
+        self._staged = _Staged(version=found, weights=staged, adapter=adapter, read=weights)
         return found
 
     def _publish(self, version: int, mode: PauseMode) -> int:
         if version <= self._engine.weight_version:
             return self._engine.weight_version
         self._stage(version)
-        assert self._staged is not None
-        _, staged = self._staged
-        if isinstance(staged, _Adapter):
-            self._note_base()
-            served = self._engine.load_adapter(
-                ADAPTER, staged.arrays, staged.rules, mode=mode, version=version
-            )
+        staged = self._staged
+        assert staged is not None
+        if staged.adapter is None:
+            assert staged.weights is not None
+            self._engine.publish_weights(staged.weights, mode=mode, version=version)
+        elif staged.weights is None:
+            self._load(staged.adapter, mode, version)
         else:
-            served = self._engine.publish_weights(staged, mode=mode, version=version)
-            self._base_checksums = None
-        self._serves_adapter = isinstance(staged, _Adapter)
+            self._publish_both(staged.weights, staged.adapter, mode, version)
+        self._served, self._serves_adapter = staged.read, staged.adapter is not None
         self._staged = None
-        return served
+        return version
+
+    def _publish_both(
+        self, weights: StagedWeights, adapter: _Adapter, mode: PauseMode, version: int
+    ) -> None:
+        """Serves weights and an adapter; no token is sampled between."""
+        was_paused = self._engine.get_internal_state().is_paused
+        if not was_paused:
+            self._engine.pause_generation("retract" if mode == "in_place" else mode)
+        try:
+            self._engine.publish_weights(weights, version=version)
+            self.is_broken = True
+            self._load(adapter, "retract", version, is_reload=True)
+            self.is_broken = False
+        finally:
+            if not was_paused:
+                self._engine.continue_generation()
+
+    def _load(
+        self, adapter: _Adapter, mode: PauseMode, version: int, *, is_reload: bool = False
+    ) -> None:
+        self._engine.load_adapter(
+            ADAPTER, adapter.arrays, adapter.rules, mode=mode, version=version, reload=is_reload
+        )
 
     def _discard(self) -> None:
         staged, self._staged = self._staged, None
-        if staged is not None and isinstance(staged[1], StagedWeights):
-            self._engine.discard_weights(staged[1])
+        if staged is not None and staged.weights is not None:
+            self._engine.discard_weights(staged.weights)
 
-    def _adapter_of(self, read: ReadVersion) -> _Adapter:
-        assert read.adapter is not None
+    def _split(self, read: ReadVersion) -> tuple[dict[str, np.ndarray], _Adapter | None]:
+        """The tensors of the model, and the adapter."""
+        weights = {name: x for name, x in read.tensors.items() if not name.startswith(PAIRS)}
+        if read.adapter is None:
+            return weights, None
+        pairs = {name: x for name, x in read.tensors.items() if name.startswith(PAIRS)}
         origin = f"version {read.version} of weight store {self._store!r}"
-        source = peft_source(read.adapter, read.tensors, origin)
-        config = json.dumps([read.adapter, sorted(read.tensors)], sort_keys=True)
+        source = peft_source(read.adapter, pairs, origin)
+        config = json.dumps([read.adapter, sorted(pairs)], sort_keys=True)
         if self._rules is None or self._rules[0] != config:
             # The engine keeps what it compiled for the same objects.
             self._rules = config, (*hf_rules(self._engine.model_config), *source.rules)
-        return _Adapter(arrays=source.arrays, rules=self._rules[1])
-
-    def _note_base(self) -> None:
-        """Takes the checksums of the weights below the adapters, before the first one."""
-        if self._base_checksums is None:
-            self._base_checksums = {
-                name: checksum
-                for name, checksum in self._engine.get_weights_checksum().items()
-                if not name.endswith((A_SUFFIX, B_SUFFIX))
-            }
-
-    def _reload_adapter(self, adapter: _Adapter, version: int) -> int:
-        serving = self._engine.get_weights_checksum()
-        before = self._base_checksums or {}
-        damaged = sorted(name for name, checksum in before.items() if serving[name] != checksum)
-        if damaged:
-            raise EngineStateError(
-                f"the weights below the adapter are damaged, and the store has none of them: "
-                f"restart the server; {damaged[:4]}"
-            )
-        served = self._engine.load_adapter(
-            ADAPTER, adapter.arrays, adapter.rules, mode="abort", version=version, reload=True
-        )
-        self._serves_adapter = True
-        differing = self._engine.find_differing_adapter(ADAPTER, adapter.arrays, adapter.rules)
-        if differing:
-            raise EngineStateError(f"the reloaded adapter differs from the store's: {differing}")
-        return served
+        return weights, _Adapter(arrays=source.arrays, rules=self._rules[1])

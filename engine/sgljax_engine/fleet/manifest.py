@@ -213,7 +213,7 @@ def load_manifest(files: StoreFiles, version: int) -> Manifest:
         raise WeightStoreError(
             f"{files.shown(path)} is of version {manifest.version}, expected {version}"
         )
-    store = load_store_id(files)
+    store = parse_store_file(files.read(STORE_FILE), files.shown(STORE_FILE))
     if manifest.store != store:
         raise WeightStoreError(
             f"{files.shown(path)} is of the store {manifest.store}, expected {store}, which "
@@ -233,14 +233,9 @@ def newest_manifest(files: StoreFiles) -> Manifest | None:
     return None
 
 
-def load_store_id(files: StoreFiles) -> str:
-    """The random id of a store, which all its versions have.
-
-    Raises:
-        WeightStoreError: its file is missing or damaged.
-    """
-    fields = _read_signed(files.read(STORE_FILE), files.shown(STORE_FILE), _STORE_FORMAT)
-    return str(fields.get("id"))
+def parse_store_file(data: bytes, shown: str) -> str:
+    """The random id of a store, which all its versions have; raises as `Manifest.from_bytes`."""
+    return str(_read_signed(data, shown, _STORE_FORMAT).get("id"))
 
 
 def store_file(store: str) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sgljax_engine.fleet.client import FleetClient, Reply
-from sgljax_engine.fleet.config import FleetConfig, FleetError
+from sgljax_engine.fleet.config import PAIRS, FleetConfig, FleetError
 from sgljax_engine.fleet.loop_thread import LoopThread
 from sgljax_engine.fleet.reader import VersionReader
 from sgljax_engine.fleet.writer import VersionWriter, WrittenVersion
@@ -70,16 +70,22 @@ class WeightsPublisher:
         return self.version
 
     def differing(self, tensors: Mapping[str, np.ndarray]) -> list[str]:
-        """Names of tensors that differ in bits from those of the version that is served."""
-        served = VersionReader(self._config.weights_store).read(self.version).tensors
+        """Names of tensors that differ in bits from the version that is served.
+
+        Those of an adapter are compared with its, those of a model with the model's.
+        """
+        are_pairs = any(name.startswith(PAIRS) for name in tensors)
+        served = {
+            name: array
+            for name, array in VersionReader(self._config.weights_store)
+            .read(self.version)
+            .tensors.items()
+            if name.startswith(PAIRS) == are_pairs
+        }
         return sorted(
             name
             for name in served.keys() | tensors.keys()
-            if name not in served
-            or name not in tensors
-            or served[name].dtype != tensors[name].dtype
-            or served[name].shape != tensors[name].shape
-            or served[name].tobytes() != tensors[name].tobytes()
+            if name not in served or name not in tensors or not _same(served[name], tensors[name])
         )
 
     async def _hand_out(self, version: int, mode: PauseMode) -> list[Reply]:
@@ -91,6 +97,11 @@ class WeightsPublisher:
         body |= {"mode": mode}
         published = await self._client.tell(ready, "/publish_weight_version", body, limit_s)
         return published + [reply for reply in staged if reply.problem is not None]
+
+
+def _same(one: np.ndarray, other: np.ndarray) -> bool:
+    is_alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return is_alike and one.tobytes() == other.tobytes()
 
 
 def _problems(replies: list[Reply]) -> str:

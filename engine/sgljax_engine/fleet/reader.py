@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,6 +75,7 @@ class VersionReader:
         """
         self._files = StoreFiles(store)
         self._held: _Held | None = None
+        self._base: _Held | None = None  # below an adapter; its arrays are those that are held
 
     def newest(self) -> int | None:
         """The newest whole version in the store; None if there is none.
@@ -93,27 +94,30 @@ class VersionReader:
                 store, with what was expected and found.
         """
         target = load_manifest(self._files, version)
-        road = self._road(target, self._held)
+        known = {held.ref: held for held in (self._base, self._held) if held is not None}
+        start, road = self._road(target, known)
         try:
-            return self._follow(target, road, self._held)
+            return self._follow(target, start, road)
         except _UnprovenError:
-            if road and road[0].previous is None:
+            if start is None:
                 raise
         # Each file was what was written, so it is the held tensors that are not.
-        return self._follow(target, self._road(target, None), None)
+        return self._follow(target, *self._road(target, {}))
 
     def forget(self) -> None:
         """Drops the held version: the next one is read from a base."""
-        self._held = None
+        self._held = self._base = None
 
-    def _road(self, target: Manifest, held: _Held | None) -> list[Manifest]:
-        """The versions to read, oldest first: from the held one, or from a base."""
-        if held is not None and held.ref == target.ref:
-            return []
+    def _road(
+        self, target: Manifest, known: Mapping[VersionRef, _Held]
+    ) -> tuple[_Held | None, list[Manifest]]:
+        """The held version to start from, None for a base, and those to read, oldest first."""
+        if target.ref in known:
+            return known[target.ref], []
         road = [target]
         while (previous := road[0].previous) is not None:
-            if held is not None and held.ref == previous:
-                break
+            if previous in known:
+                return known[previous], road
             manifest = load_manifest(self._files, previous.version)
             if manifest.ref != previous:
                 path = self._files.shown(self._files.path(previous.version, MANIFEST))
@@ -122,27 +126,33 @@ class VersionReader:
                     f"version {road[0].version}, which changes it"
                 )
             road.insert(0, manifest)
-        return road
+        return None, road
 
-    def _follow(self, target: Manifest, road: list[Manifest], held: _Held | None) -> ReadVersion:
-        is_delta = not road or road[0].previous is not None
-        assert held is not None or not is_delta
-        tensors = dict(held.tensors) if held is not None and is_delta else {}
-        digests = dict(held.digests) if held is not None and is_delta else {}
-        num_bytes = 0
+    def _follow(
+        self, target: Manifest, start: _Held | None, road: Sequence[Manifest]
+    ) -> ReadVersion:
+        tensors = {} if start is None else dict(start.tensors)
+        digests = {} if start is None else dict(start.digests)
+        num_bytes, base = 0, self._base if start is self._held else start
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
             for manifest in road:
                 num_bytes += _VersionFiles(self._files, manifest).read_into(tensors, digests, pool)
+                if manifest.ref == target.previous:
+                    base = _Held(manifest.ref, dict(tensors), dict(digests), manifest.adapter)
             _prove(target, tensors, digests, pool)
         tensors = {each.name: tensors[each.name] for each in target.tensors}
         digests = {each.name: each.sha256 for each in target.tensors}
+        if start is not None and start.ref == target.previous:
+            base = start
         self._held = _Held(target.ref, tensors, digests, target.adapter)
+        # A model's deltas change all that is held: to hold their base too would take its memory.
+        self._base = base if target.adapter is not None else None
         return ReadVersion(
             version=target.version,
             tensors=dict(tensors),
             adapter=target.adapter,
             num_bytes=num_bytes,
-            is_delta=is_delta,
+            is_delta=start is not None,
         )
 
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from sgljax_engine.builder.sources import pick_dtype
 from sgljax_engine.config import EngineConfig
-from sgljax_engine.errors import EngineStateError, InvalidConfigError
+from sgljax_engine.errors import EngineStateError, InvalidConfigError, InvalidRequestError
 from sgljax_engine.fleet.client import FleetClient
-from sgljax_engine.fleet.config import FleetConfig, FleetError
+from sgljax_engine.fleet.config import ADAPTER, FleetConfig, FleetError
 from sgljax_engine.fleet.loop_thread import LoopThread
 from sgljax_engine.fleet.publishing import WeightsPublisher
 from sgljax_engine.fleet.sampling import FleetSampler
@@ -104,9 +104,12 @@ class RemoteEngine:
         try:
             self._publisher = WeightsPublisher(fleet, self._client, self._loop)
             self._await_workers(max_len, progress)
-            self.update_weights(weights, weight_rules)
-            for name, (pairs, rules) in (adapters or {}).items():
+            self._base = self._tensors(weights, weight_rules)
+            if adapters:
+                ((name, (pairs, rules)),) = adapters.items()
                 self.load_adapter(name, pairs, rules)
+            else:
+                self._publisher.publish(self._base, None, "retract")
         except BaseException:
             self.shutdown()
             raise
@@ -283,7 +286,8 @@ class RemoteEngine:
             WeightSyncError: names every missing, extra or mis-shaped parameter.
             FleetError: when too few workers serve them; the others go on with the old ones.
         """
-        return self._publisher.publish(self._tensors(source, rules), None, mode)
+        self._base = self._tensors(source, rules)
+        return self._publisher.publish(self._base, None, mode)
 
     def _tensors(self, source: Any, rules: Sequence[WeightRule]) -> dict[str, np.ndarray]:
         """The weights in Hugging Face's names and form, in the dtype that the workers serve."""
@@ -298,10 +302,15 @@ class RemoteEngine:
     ) -> int:
         """Has the workers serve an adapter beside the base; returns the version with it.
 
+        The version holds both, so that a worker that knows neither gets them. What is written is
+        the adapter's pairs, but for each `base_every`th version.
+
         Raises as `update_weights`.
         """
+        if name != ADAPTER:
+            raise InvalidRequestError(f"a fleet's adapter is {ADAPTER!r}, got {name!r}")
         tensors, config = to_peft_tensors(self._model, _on_host(source), rules, self._max_rank)
-        return self._publisher.publish(tensors, config | {"adapter_name": name}, mode)
+        return self._publisher.publish(self._base | tensors, config, mode)
 
     def find_differing_weights(self, source: Any, rules: Sequence[WeightRule]) -> list[str]:
         """Names of tensors in the store's newest version whose bits differ from mapped ones."""
@@ -311,7 +320,8 @@ class RemoteEngine:
         self, name: str, source: Any, rules: Sequence[WeightRule]
     ) -> list[str]:
         """Names of an adapter's tensors whose bits differ from mapped ones."""
-        del name  # there is one
+        if name != ADAPTER:
+            raise InvalidRequestError(f"a fleet's adapter is {ADAPTER!r}, got {name!r}")
         tensors, _ = to_peft_tensors(self._model, _on_host(source), rules, self._max_rank)
         return self._publisher.differing(tensors)
 

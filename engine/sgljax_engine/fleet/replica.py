@@ -53,10 +53,12 @@ class Replica:
 
         A replica that is behind begins to catch up with its store.
         """
+        if self.follower is not None and self.follower.is_broken:
+            self._quarantine("only a part of a version was loaded")
         if self.is_quarantined:
             return QUARANTINED, (
                 f"replica {self.id} is quarantined until it has loaded its weights again, since a "
-                "request's logits were NaN or infinite"
+                "request's logits were NaN or infinite, or its weights were loaded in part"
             )
         serving = self._engine.weight_version
         if min_weight_version is None or serving >= min_weight_version:
@@ -69,9 +71,13 @@ class Replica:
 
     def found_nonfinite(self) -> None:
         """Leaves service until the newest version was loaded again; nothing without a store."""
-        if self.follower is None or self.is_quarantined:
+        if self.follower is not None:
+            self._quarantine("logits were NaN or infinite")
+
+    def _quarantine(self, reason: str) -> None:
+        if self.is_quarantined:
             return
-        logger.error("replica %s is quarantined: logits were NaN or infinite", self.id)
+        logger.error("replica %s is quarantined: %s", self.id, reason)
         self.is_quarantined = True
         self.num_quarantines += 1
         self._start()

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sgljax_engine.errors import InvalidConfigError, WeightStoreError
+from sgljax_engine.fleet.config import PAIRS
 from sgljax_engine.fleet.deltas import TensorDelta, bits, replace, sha256, update
 from sgljax_engine.fleet.files import MANIFEST, STORE_FILE, StoreFiles
 from sgljax_engine.fleet.manifest import (
@@ -23,16 +24,20 @@ from sgljax_engine.fleet.manifest import (
     Form,
     Manifest,
     TensorEntry,
+    VersionRef,
     dump,
     layout,
     load_manifest,
-    load_store_id,
     newest_manifest,
+    parse_store_file,
     store_file,
 )
 from sgljax_engine.weights.safetensors_file import DTYPES
 
 logger = logging.getLogger(__name__)
+
+_KEPT_ADAPTERS = 4
+"""Versions with an adapter that stay above a base."""
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -77,6 +82,10 @@ class VersionWriter:
     there, such as that of a trainer which hung and was replaced, gets a WeightStoreError at its
     next `write`, and writes no more.
 
+    A version with an adapter holds the model's tensors too, so that it can be read alone. It is a
+    delta of the last base, without those between: the pairs whole, and of the model nothing new. So
+    it takes the adapter's bytes, and one base serves any number of them.
+
     It keeps a copy of the last version in host memory, to compare with. One thread at a time may
     call.
     """
@@ -116,6 +125,8 @@ class VersionWriter:
         self._held: dict[str, np.ndarray] = {}
         self._digests: dict[str, str] = {}
         self._base: int | None = None
+        self._base_ref: VersionRef | None = None  # while the model's tensors are that base's
+        self._adapters: list[int] = []  # versions with an adapter above that base
         self._is_replaced = False
 
     @property
@@ -167,7 +178,14 @@ class VersionWriter:
         before = None if as_base else self._delta_of(arrays, adapter, versions, version)
         self._claim(version, versions)
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            changes = list(pool.map(lambda name: self._change(name, arrays[name], before), arrays))
+            changes = list(
+                pool.map(
+                    lambda name: self._change(
+                        name, arrays[name], None if name.startswith(PAIRS) else before
+                    ),
+                    arrays,
+                )
+            )
             changes, groups = _assign_files(changes, self._max_file_bytes)
             numbers = range(len(groups))
             files = tuple(pool.map(lambda i: self._write_file(version, i, groups[i]), numbers))
@@ -177,7 +195,7 @@ class VersionWriter:
             version=version,
             store=store,
             writer=self._id,
-            previous=None if is_base or before is None else before.ref,
+            previous=None if is_base else before,
             adapter=adapter,
             files=files,
             tensors=tensors,
@@ -185,8 +203,13 @@ class VersionWriter:
         num_bytes = sum(file.num_bytes for file in files) + self._publish(manifest)
         self._previous = manifest
         if is_base:
-            self._base = version
+            self._base, self._base_ref, self._adapters = version, manifest.ref, []
             self._delete_old()
+        elif any(each.form != "same" and not each.name.startswith(PAIRS) for each in tensors):
+            self._base_ref = None
+        elif adapter is not None:
+            self._adapters.append(version)
+            self._delete_adapters()
         return WrittenVersion(
             version=version,
             is_base=is_base,
@@ -197,9 +220,9 @@ class VersionWriter:
 
     def _claim(self, version: int, versions: Sequence[int]) -> None:
         """Takes a number, and frees the disk of what has not become a version."""
+        self._last = version  # first, since a claim that fails may be there
         if not self._files.claim(version, self._id):
             self._refuse(version)
-        self._last = version
         if self._previous is None:  # the first of this life, or behind a failure
             for each in versions:
                 if not self._files.has_manifest(each):
@@ -215,8 +238,12 @@ class VersionWriter:
         return len(data)
 
     def _check_alone(self, versions: Sequence[int]) -> None:
+        """Refuses to write if another writer has claimed a number behind, or in place of, ours."""
         if self._is_replaced or (self._last and versions and versions[-1] > self._last):
             self._refuse(versions[-1] if versions else 0)
+        has_failed = self._previous is None and self._last in versions
+        if has_failed and not self._files.is_claimed_by(self._last or 0, self._id):
+            self._refuse(self._last or 0)
 
     def _refuse(self, version: int) -> None:
         self._is_replaced = True
@@ -229,13 +256,16 @@ class VersionWriter:
     def _identify(self) -> str:
         """The store's id: made by its first writer, made good if its file is damaged."""
         path = self._files.shown(STORE_FILE)
+        new = self._store_id or uuid.uuid4().hex
+        if not self._files.has_store_file():
+            self._files.create(STORE_FILE, store_file(new))
+        data = self._files.read(STORE_FILE)
         try:
-            found = load_store_id(self._files)
+            found = parse_store_file(data, path)
         except WeightStoreError as error:
-            found = self._store_id or uuid.uuid4().hex
-            if not self._files.create(STORE_FILE, store_file(found)):
-                logger.warning("%s is written anew: %s", path, error)
-                self._files.replace(STORE_FILE, store_file(found))
+            logger.warning("%s is written anew: %s", path, error)
+            self._files.replace(STORE_FILE, store_file(new))
+            found = new
         if self._store_id not in (None, found):
             self._is_replaced = True
             raise WeightStoreError(f"{path} has the id {found}, expected {self._store_id}")
@@ -248,19 +278,20 @@ class VersionWriter:
         adapter: dict[str, Any] | None,
         versions: Sequence[int],
         version: int,
-    ) -> Manifest | None:
+    ) -> VersionRef | None:
         """The version that this one can be a delta of."""
         before = self._previous
         if before is None or self._base is None or before.version not in versions:
             return None
-        if version - self._base >= self._base_every or adapter != before.adapter:
+        if adapter is None and (version - self._base >= self._base_every or before.adapter):
             return None
         specs = {name: (_DTYPE_NAMES[x.dtype], x.shape) for name, x in arrays.items()}
-        if specs != {each.name: (each.dtype, each.shape) for each in before.tensors}:
+        known = {each.name: (each.dtype, each.shape) for each in before.tensors}
+        if _of_model(specs) != _of_model(known):
             return None
-        return before
+        return before.ref if adapter is None else self._base_ref
 
-    def _change(self, name: str, array: np.ndarray, before: Manifest | None) -> _Change:
+    def _change(self, name: str, array: np.ndarray, before: VersionRef | None) -> _Change:
         """Takes a tensor over into what is held, and says how it is stored. Runs on a thread."""
         held = self._held.get(name)
         if before is not None and held is not None:
@@ -313,6 +344,11 @@ class VersionWriter:
             if len(bases) > self._keep and version < bases[-self._keep]:
                 self._delete(version)
 
+    def _delete_adapters(self) -> None:
+        """Deletes versions with an adapter behind the newest ones: nothing is made of them."""
+        while len(self._adapters) > _KEPT_ADAPTERS:
+            self._delete(self._adapters.pop(0))
+
     def _is_base(self, version: int) -> bool:
         try:
             return load_manifest(self._files, version).previous is None
@@ -324,6 +360,10 @@ class VersionWriter:
             self._files.delete_version(version)
         except WeightStoreError as error:  # it harms nobody, and the next base tries again
             logger.warning("an old version stays: %s", error)
+
+
+def _of_model(specs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: spec for name, spec in specs.items() if not name.startswith(PAIRS)}
 
 
 def _assign_files(

@@ -133,14 +133,18 @@ class Generation:
             each.cancel()
         return self._idle.is_set()
 
-    @contextlib.contextmanager
-    def _admitted(self, job: Job) -> Iterator[None]:
+    def check_serves(self, min_weight_version: int | None) -> None:
+        """Raises HTTPError 503 while the server ends, or may not serve what is asked."""
         if self.is_draining:
             raise overloaded("the server is shutting down")
-        refusal = self._replica.refusal(job.min_weight_version)
+        refusal = self._replica.refusal(min_weight_version)
         if refusal is not None:
             code, problem = refusal
             raise overloaded(problem, code)
+
+    @contextlib.contextmanager
+    def _admitted(self, job: Job) -> Iterator[None]:
+        self.check_serves(job.min_weight_version)
         count, limit = job.num_samples, self._config.max_requests
         if count > limit:
             raise HTTPError(400, f"the request asks for {count} samples, the limit is {limit}")

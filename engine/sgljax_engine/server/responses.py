@@ -99,7 +99,8 @@ def as_http_error(error: BaseException) -> HTTPError:
     if isinstance(error, WeightStoreError):
         return overloaded(str(error), "weight_store")
     if isinstance(error, NonFiniteLogitsError):
-        return HTTPError(500, str(error), kind="server_error", code="nonfinite_logits")
+        problem = f"{type(error).__name__}: {error}"
+        return HTTPError(500, problem, kind="server_error", code="nonfinite_logits")
     if isinstance(error, EngineError) and isinstance(error, ValueError):
         return HTTPError(400, str(error))
     return HTTPError(500, f"{type(error).__name__}: {error}", kind="server_error")

@@ -144,6 +144,7 @@ class ScoreReqInput(Body):
     )
     temperature: float = Field(1.0, gt=0, description="divides the logits")
     lora_path: str | None = Field(None, description="name of a loaded adapter")
+    min_weight_version: int | None = Field(None, ge=0, description="as in `/generate`")
 
 
 def generate_routes(context: ServerContext) -> APIRouter:
@@ -159,6 +160,7 @@ def generate_routes(context: ServerContext) -> APIRouter:
     @router.post("/score")
     async def score(body: ScoreReqInput) -> dict[str, Any]:
         """Log-probs of given tokens; see `Engine.score`."""
+        context.generation.check_serves(body.min_weight_version)
         version = context.engine.weight_version
         logprobs = await asyncio.to_thread(
             context.engine.score,
