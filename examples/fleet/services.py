@@ -92,7 +92,7 @@ def worker_service(
     url = f"http://127.0.0.1:{port}"
     command: list[str] = [
         *(*PROGRAM, "serve"),
-        *("--model", str(model), "--port", str(port), "--server", f"weights_store={weights_store}"),
+        *("--model", str(model), "--port", str(port), "--weights-store", str(weights_store)),
     ]
     if router is not None:
         command += ["--join", router.url, "--advertise", url]
