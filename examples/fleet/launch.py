@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 from absl import logging as absl_logging
 
@@ -53,6 +54,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--embedded", action="store_true", help="no fleet: the embedded engine")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/fleet"))
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="instead of the config's: batch_size=4"
+    )
     args = parser.parse_args(argv)
     if args.workers < 1:
         parser.error(f"--workers must be at least 1, got {args.workers}")
@@ -69,6 +73,7 @@ def read_config(args: argparse.Namespace) -> TrainConfig:
     """Returns the run of grpo_addition.yaml with what the command line changes."""
     given = {"num_batches": args.steps, "seed": args.seed, "output_dir": args.output_dir}
     overrides = [f"{key}={value}" for key, value in given.items() if value is not None]
+    overrides += args.overrides
     return load_config(ROOT / "configs/grpo_addition.yaml", overrides)
 
 
@@ -142,6 +147,8 @@ def run(
     store = args.weights_store or str(output / "weights")
     audit = Audit()
     fleet: Runner | None = None
+    # Without an engine nobody else asks JAX to keep the trainer's programs.
+    jax.config.update("jax_compilation_cache_dir", str(output / "compiled"))
     with contextlib.ExitStack() as ends:
         if args.embedded:
             make_rollout: Callable[..., SglJaxRollout] = functools.partial(
