@@ -24,6 +24,7 @@ from tests.fleet.weight_stores import (
     random_array,
     same,
 )
+from tests.tiers import tiered
 
 NUM_CASES = 500
 NUM_VERSIONS = 6
@@ -66,21 +67,27 @@ class Damager:
     def __init__(self, folder: Path, other: Path, rng: np.random.Generator) -> None:
         self.folder, self.other, self.rng = folder, other, rng
 
-    def pick(self, pattern: str = "versions/*/*", folder: Path | None = None) -> Path:
-        found = sorted((folder or self.folder).glob(pattern))
+    def pick(self, pattern: str = "versions/*/*") -> Path:
+        found = sorted(path for path in self.folder.glob(pattern) if self.is_whole(path))
         return found[self.rng.integers(len(found))]
+
+    @staticmethod
+    def is_whole(path: Path) -> bool:
+        """Whether it can be damaged, a second time too: a folder of a version, or a file."""
+        is_version = path.parent.name == "versions"
+        return is_version or (path.is_file() and path.stat().st_size > 0)
 
     def in_other(self, path: Path) -> Path:
         return self.other / path.relative_to(self.folder)
 
     def cut(self):
         path = self.pick()
-        path.write_bytes(path.read_bytes()[: self.rng.integers(path.stat().st_size)])
+        path.write_bytes(path.read_bytes()[: self.rng.integers(max(1, path.stat().st_size))])
 
     def flip(self):
         path = self.pick()
         data = bytearray(path.read_bytes())
-        data[self.rng.integers(len(data))] ^= 1 << self.rng.integers(8)
+        data[self.rng.integers(len(data))] ^= 1 << int(self.rng.integers(8))
         path.write_bytes(data)
 
     def append(self):
@@ -90,7 +97,7 @@ class Damager:
     def zero_tail(self):
         path = self.pick()
         data = path.read_bytes()
-        keep = self.rng.integers(len(data))
+        keep = int(self.rng.integers(len(data)))
         path.write_bytes(data[:keep] + bytes(len(data) - keep))
 
     def swap_files(self):
@@ -125,7 +132,8 @@ class Damager:
         return None
 
     def stale_manifest(self):
-        shutil.copy(self.pick("versions/*/manifest.json"), self.pick("versions/*/manifest.json"))
+        stale = self.pick("versions/*/manifest.json").read_bytes()
+        self.pick("versions/*/manifest.json").write_bytes(stale)
 
     def foreign_manifest(self):
         path = self.pick("versions/*/manifest.json")
@@ -146,7 +154,7 @@ class Damager:
 
     def damaged_store_file(self):
         path = self.folder / "store.json"
-        path.write_bytes(path.read_bytes()[: self.rng.integers(path.stat().st_size)])
+        path.write_bytes(path.read_bytes()[: self.rng.integers(max(1, path.stat().st_size))])
 
     def half_renamed(self):
         path = self.pick("versions/*/manifest.json")
@@ -185,7 +193,7 @@ class Damager:
 DAMAGES: dict[str, Callable[[Damager], None]] = {
     name: value
     for name, value in vars(Damager).items()
-    if name not in ("pick", "in_other") and not name.startswith("_")
+    if name not in ("pick", "is_whole", "in_other") and not name.startswith("_")
 }
 
 
@@ -207,8 +215,8 @@ def read_damaged(stores: tuple[Store, Store], tmp_path: Path, number: int, heal:
         found = read.read(version)
         outcome = "right" if same(found.tensors, store.versions[version]) else "wrong"
     except WeightStoreError as error:
-        assert re.search(r"case-\d+/(versions/\d{10}|store\.json)", str(error)), error
-        outcome = "refused"
+        is_named = re.search(r"case-\d+/(versions/\d{10}/\w|store\.json)", str(error))
+        outcome = "refused" if is_named else f"refused, but without a file: {error}"
     if heal:
         if outcome == "refused" and held:  # what was held still is
             again = VersionReader(store.folder)
@@ -226,13 +234,13 @@ def read_damaged(stores: tuple[Store, Store], tmp_path: Path, number: int, heal:
     return outcome
 
 
-@pytest.mark.parametrize("first", [0, 125, 250, 375])
+@pytest.mark.parametrize("first", tiered([0, 125, 250, 375], fast=[0]))
 def test_no_damage_is_served(stores, tmp_path, first):
     found = Counter(
         read_damaged(stores, tmp_path, number, heal=True)
         for number in range(first, first + NUM_CASES // 4)
     )
-    assert found["wrong"] == 0
+    assert found.keys() == {"right", "refused"}
     assert found["refused"] > 25  # the damage was where it was looked
     assert found["right"] > 25
 

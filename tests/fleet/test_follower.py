@@ -51,6 +51,10 @@ def store(tmp_path):
     return str(tmp_path / "store")
 
 
+def fail(*_: Any, **__: Any) -> None:
+    raise RuntimeError("no adapter today")
+
+
 def tokens_of(engine: Engine, lora: str | None = None) -> list[list[int]]:
     params = SamplingParams(temperature=0, max_new_tokens=6)
     return [out.output_ids for out in engine.generate_requests(PROMPTS, params, lora)]
@@ -103,7 +107,7 @@ def test_another_staged_version_replaces_the_one_before(engine, writer, store, e
         writer.write(weights)
     follower = WeightFollower(engine, store)
     follower.stage(2)
-    first = follower._staged[1]
+    first = follower._staged.weights
     follower.stage(3)
     assert first.state == "discarded"
     assert follower.publish(3) == 3
@@ -186,7 +190,8 @@ class TestAdapters:
         follower = WeightFollower(engine, store)
         assert follower.adapter is None
         for version in (1, 2):
-            writer.write(self.pairs(version), adapter=self.CONFIG)
+            written = writer.write(WEIGHTS[0] | self.pairs(version), adapter=self.CONFIG)
+            assert written.is_base == (version == 1)
             follower.stage(version)
             assert follower.publish(version) == version == engine.weight_version
             assert follower.adapter == ADAPTER
@@ -195,11 +200,45 @@ class TestAdapters:
         assert follower.reload() == 2
         assert tokens_of(engine, ADAPTER) == wanted[1]
         damage(engine)
-        with pytest.raises(RuntimeError, match=r"restart the server; \['model\.norm\.weight'\]"):
-            follower.reload()
+        assert follower.reload() == 2
+        assert tokens_of(engine, ADAPTER) == wanted[1]
+        assert tokens_of(engine) == base
+
+    def test_one_that_comes_late_gets_both(self, writer, store):
+        """Of all versions with an adapter it reads the base and the newest."""
+        with Engine(model_config=TINY, weights=WEIGHTS[0], **SMALL) as merged:
+            base = tokens_of(merged)
+            merged.update_weights(self.merged(9))
+            wanted = tokens_of(merged)
+        sizes = [writer.write(WEIGHTS[0]).num_bytes]
+        for seed in range(2, 10):
+            weights = WEIGHTS[0] | self.pairs(seed)
+            sizes.append(writer.write(weights, adapter=self.CONFIG).num_bytes)
+        assert max(sizes[1:]) < sizes[0] / 2
+        with Engine(
+            model_config=TINY, weights=WEIGHTS[1], max_loras=1, max_lora_rank=2, **SMALL
+        ) as engine:
+            follower = WeightFollower(engine, store)
+            assert follower.catch_up() == 9 == engine.weight_version
+            assert tokens_of(engine, ADAPTER) == wanted
+            assert tokens_of(engine) == base
+
+    def test_half_a_version_is_never_served(self, engine, writer, store, monkeypatch):
+        """The weights are published and the adapter fails: the server must not answer."""
+        writer.write(WEIGHTS[1] | self.pairs(1), adapter=self.CONFIG)
+        follower = WeightFollower(engine, store)
+        monkeypatch.setattr(engine, "load_adapter", fail)
+        with pytest.raises(RuntimeError, match="no adapter today"):
+            follower.catch_up()
+        monkeypatch.undo()
+        assert follower.is_broken
+        assert not engine.get_internal_state().is_paused
+        assert follower.reload() == 1
+        assert not follower.is_broken
+        assert tokens_of(engine) != tokens_of(engine, ADAPTER)
 
     def test_it_is_the_servers_default(self, engine, writer, store):
-        writer.write(self.pairs(1), adapter=self.CONFIG)
+        writer.write(WEIGHTS[0] | self.pairs(1), adapter=self.CONFIG)
         with serving(engine, weights_store=store) as served:
             outputs = served.ok("/generate", body_of())
             assert [each["output_ids"] for each in outputs] == tokens_of(engine, ADAPTER)

@@ -25,7 +25,7 @@ CONFIGS = {
     "greedy": {},
     "seeded": {"temperature": 1.0, "seed": 5, "return_logprobs": True},
     "filtered": {"temperature": 0.7, "top_k": 8, "top_p": 0.9, "return_logprobs": True, "seed": 1},
-    "ending": {"temperature": 1.3, "eos_tokens": list(range(40)), "seed": -7},
+    "ending": {"temperature": 1.3, "eos_tokens": list(range(16)), "seed": -7},
 }
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,10 @@ from sgljax_engine.fleet.manifest import (
 from sgljax_engine.weights.safetensors_file import DTYPES
 
 _NUM_THREADS = 8
+_MAX_READ_BYTES = 64 * 2**20
+"""Files up to this size are read in one go, since each request to a bucket takes its time."""
+
+_MIN_THREADED_BYTES = 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -179,30 +184,44 @@ class _VersionFiles:
             entries = self._manifest.entries(index)
             header, parts = layout(entries)
             self._check_size(file, parts[-1].end if parts else len(header))
-            if file.sha256 is None:
-                self._check_header(file, self._read(file, 0, len(header)), header)
-                read = pool.map(lambda args: self._whole(*args), _pairs(file, entries, parts))
-            else:
+            is_small = file.num_bytes <= _MAX_READ_BYTES
+            data = b""
+            if is_small or file.sha256 is not None:
                 data = self._read(file, 0, file.num_bytes)
+            if file.sha256 is not None:
                 self._check_digest(file, "", hashlib.sha256(data).hexdigest(), file.sha256)
-                self._check_header(file, data[: len(header)], header)
-                jobs = [
-                    (file, entry, tensors.get(entry.name), data, *parts[2 * i : 2 * i + 2])
-                    for i, entry in enumerate(entries)
-                ]
-                read = pool.map(lambda args: self._changed(*args), jobs)
-            for entry, array in zip(entries, read, strict=True):
+            found = data[: len(header)] or self._read(file, 0, len(header))
+            if found != header:
+                raise self._error(file, f"expected the header {header!r:.200}, got {found!r:.200}")
+            job = functools.partial(self._tensor, file, data, tensors)
+            num_parts = len(parts) // max(1, len(entries))
+            spans = [parts[i : i + num_parts] for i in range(0, len(parts), num_parts)]
+            # Threads cost more than they save where there is little to do.
+            run = pool.map if file.num_bytes > _MIN_THREADED_BYTES else map
+            for entry, array in zip(entries, run(job, entries, spans), strict=True):
                 tensors[entry.name] = array
                 digests.pop(entry.name, None)
                 if entry.form == "whole":
                     digests[entry.name] = entry.sha256
         return sum(file.num_bytes for file in self._manifest.files)
 
-    def _whole(self, file: FileEntry, entry: TensorEntry, part: Part) -> np.ndarray:
-        data = self._read(file, part.start, part.end)
-        found = hashlib.sha256(data).hexdigest()
+    def _tensor(
+        self,
+        file: FileEntry,
+        data: bytes,
+        before: Mapping[str, np.ndarray],
+        entry: TensorEntry,
+        parts: list[Part],
+    ) -> np.ndarray:
+        """A tensor after this version. `data` is the file, or empty if it is not in memory yet."""
+        if entry.form == "sparse":
+            values, codes = parts
+            return self._changed(file, entry, before.get(entry.name), data, values, codes)
+        (part,) = parts
+        some = data[part.start : part.end] if data else self._read(file, part.start, part.end)
+        found = hashlib.sha256(some).hexdigest()
         self._check_digest(file, f"tensor {entry.name!r}", found, entry.sha256)
-        return np.frombuffer(data, DTYPES[entry.dtype]).reshape(entry.shape)
+        return np.frombuffer(some, DTYPES[entry.dtype]).reshape(entry.shape)
 
     def _changed(
         self,
@@ -235,10 +254,6 @@ class _VersionFiles:
         if not found == file.num_bytes == by_header:
             raise self._error(file, f"expected {file.num_bytes} bytes, found {found}")
 
-    def _check_header(self, file: FileEntry, found: bytes, expected: bytes) -> None:
-        if found != expected:
-            raise self._error(file, f"expected the header {expected!r:.200}, found {found!r:.200}")
-
     def _check_digest(self, file: FileEntry, what: str, found: str, expected: str) -> None:
         if found != expected:
             raise self._error(file, f"{what} expected sha256 {expected}, found {found}".lstrip())
@@ -248,13 +263,6 @@ class _VersionFiles:
 
     def _error(self, file: FileEntry, problem: str) -> WeightStoreError:
         return WeightStoreError(f"{self._files.shown(self._path(file))}: {problem}")
-
-
-def _pairs(
-    file: FileEntry, entries: list[TensorEntry], parts: list[Part]
-) -> Iterator[tuple[FileEntry, TensorEntry, Part]]:
-    for entry, part in zip(entries, parts, strict=True):
-        yield file, entry, part
 
 
 def _prove(
@@ -272,7 +280,9 @@ def _prove(
         known = digests.get(entry.name)
         return known or sha256(bits(array))
 
-    for entry, found in zip(target.tensors, pool.map(digest, target.tensors), strict=True):
+    num_bytes = sum(each.num_bytes for each in target.tensors)
+    run = pool.map if num_bytes > _MIN_THREADED_BYTES else map
+    for entry, found in zip(target.tensors, run(digest, target.tensors), strict=True):
         if found != entry.sha256:
             raise _UnprovenError(
                 f"version {target.version}, tensor {entry.name!r}: expected sha256 {entry.sha256}, "

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 _KEPT_ADAPTERS = 4
 """Versions with an adapter that stay above a base."""
 
+_MIN_THREADED_BYTES = 2**20
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -178,14 +179,15 @@ class VersionWriter:
         before = None if as_base else self._delta_of(arrays, adapter, versions, version)
         self._claim(version, versions)
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            changes = list(
-                pool.map(
-                    lambda name: self._change(
-                        name, arrays[name], None if name.startswith(PAIRS) else before
-                    ),
-                    arrays,
-                )
-            )
+            # Threads cost more than they save where there is little to do.
+            num_bytes = sum(array.nbytes for array in arrays.values())
+            run = pool.map if num_bytes > _MIN_THREADED_BYTES else map
+
+            def change(name: str) -> _Change:
+                of = None if name.startswith(PAIRS) else before
+                return self._change(name, arrays[name], of)
+
+            changes = list(run(change, arrays))
             changes, groups = _assign_files(changes, self._max_file_bytes)
             numbers = range(len(groups))
             files = tuple(pool.map(lambda i: self._write_file(version, i, groups[i]), numbers))
@@ -200,7 +202,7 @@ class VersionWriter:
             files=files,
             tensors=tensors,
         )
-        num_bytes = sum(file.num_bytes for file in files) + self._publish(manifest)
+        num_written = sum(file.num_bytes for file in files) + self._publish(manifest)
         self._previous = manifest
         if is_base:
             self._base, self._base_ref, self._adapters = version, manifest.ref, []
@@ -213,8 +215,8 @@ class VersionWriter:
         return WrittenVersion(
             version=version,
             is_base=is_base,
-            num_bytes=num_bytes,
-            whole_bytes=sum(array.nbytes for array in arrays.values()),
+            num_bytes=num_written,
+            whole_bytes=num_bytes,
             num_changed=sum(change.delta.num_changed for change in changes),
         )
 
