@@ -100,6 +100,28 @@ def prompts_of(node: int, count: int) -> list[dict[str, Any]]:
     return [{"prompt": name, "prompt_id": name} for name in own[:count]]
 
 
+@pytest.mark.parametrize(
+    ("host", "is_safe"),
+    [
+        ("127.0.0.1", True),
+        ("127.0.0.2", True),
+        ("localhost", True),
+        ("[::1]", True),
+        ("0.0.0.0", False),
+        ("[::]", False),
+        ("10.0.0.7", False),
+        ("trainer-3", False),
+    ],
+)
+def test_a_node_that_others_reach_warns(host, is_safe, caplog):
+    serving = importlib.import_module(f"{NODES}.serving")
+    serving.warn_if_reachable(host, 20001)
+    (*records,) = caplog.records
+    assert len(records) == (not is_safe)
+    for record in records:
+        assert f"--host={host}: whoever reaches port 20001 can run code" in record.message
+
+
 def test_requests_of_a_killed_node_are_neither_answered_nor_refused_nor_sent_again(nodes):
     engines = importlib.import_module("tunix.experimental.orchestrator.distributed_rl_engine")
     remote = importlib.import_module("tunix.experimental.worker.remote_execution")
