@@ -1,4 +1,4 @@
-"""Draws pictures of docs/architecture.md, interruptions.md and tunix.md into docs/images, as SVG.
+"""Draws pictures of docs/architecture.md, fleet.md, interruptions.md and tunix.md, as SVG.
 
     python docs/make_diagrams.py                 # after a change here
     python docs/make_diagrams.py --output /tmp/x --format png    # to look at them
@@ -274,6 +274,40 @@ def placement() -> Figure:
     return figure
 
 
+def fleet() -> Figure:
+    """Where the parts of a fleet are, and what happens when one dies."""
+    figure, axes = canvas(88, 44)
+    box(axes, (2, 13), (17, 8), "trainer\npolicy, optimizer,\nno engine", BLUE)
+    box(axes, (35, 14), (15, 6), "router\n(sglang, vllm)", GREY)
+    box(
+        axes,
+        (2, 33),
+        (48, 6),
+        "weight store: a folder or bucket; version 7 (base), 8, 9 (changes)",
+        GREEN,
+    )
+    for row in range(3):
+        box(axes, (68, 4 + 11 * row), (18, 6), f"worker {row}\nengine, version 9", ORANGE)
+        arrow(axes, (50, 17), (68, 7 + 11 * row))
+    arrow(axes, (19, 15.5), (35, 15.5), "ids, seeds")
+    arrow(axes, (35, 18.5), (19, 18.5))
+    text(axes, (27, 19.9), "ids, log-probs,\nversions, replica", 8, va="top")
+    text(axes, (57.5, 9.6), "joined workers", 8)
+    arrow(axes, (10.5, 21), (10.5, 33), "writes", (14.5, 28.5))
+    axes.plot([50, 60, 60], [36, 36, 31], color=INK, lw=0.9)
+    arrow(axes, (60, 31), (68, 31))
+    text(axes, (56, 34.5), "workers read", 8)
+    for at, words in (
+        ((10.5, 10.2), "dies: workers serve on;\nit resumes with a base"),
+        ((42.5, 10.8), "dies: requests wait;\nworkers join again"),
+        ((77, 12.4), "dies: its requests go to others"),
+        ((77, 34.4), "starts: reads the newest, then joins"),
+        ((26, 41.2), "damaged: refused by checksums, and written again whole"),
+    ):
+        text(axes, at, words, 8, color=RED_INK)
+    return figure
+
+
 PICTURES: dict[str, Callable[[], Figure]] = {
     "threads": threads,
     "request_life": request_life,
@@ -281,6 +315,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "sleep_levels": sleep_levels,
     "weight_versions": weight_versions,
     "placement": placement,
+    "fleet": fleet,
 }
 
 

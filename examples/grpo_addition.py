@@ -72,7 +72,11 @@ def add_lora(base: qwen3.Qwen3, lora: LoraSettings, seed: int) -> qwen3.Qwen3:
     return policy
 
 
-def make_cluster(config: TrainConfig, rollout_engine: Callable[..., BaseRollout]) -> RLCluster:
+def make_cluster(
+    config: TrainConfig,
+    rollout_engine: Callable[..., BaseRollout],
+    cluster_class: Callable[..., RLCluster] = RLCluster,
+) -> RLCluster:
     """Returns Tunix's cluster: the policy, its reference, and the rollout engine, on one device."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
     optimizer = config.rl_training_config["actor_optimizer_config"]
@@ -84,7 +88,7 @@ def make_cluster(config: TrainConfig, rollout_engine: Callable[..., BaseRollout]
         actor = load_checkpoint(checkpoint, mesh)
     else:
         actor = add_lora(reference, config.actor_model_config.lora_config, config.seed)
-    return RLCluster(
+    return cluster_class(
         actor=actor,
         reference=reference,
         tokenizer=Tokenizer(),

@@ -26,7 +26,7 @@ def paths(file: Path) -> list[str]:
 
 def test_the_pictures_are_up_to_date(drawn):
     names = sorted(path.name for path in drawn.iterdir())
-    assert len(names) == 6
+    assert len(names) == 7
     for name in names:
         assert paths(DOCS / "images" / name) == paths(drawn / name), f"draw {name} again"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ipaddress
 import logging
 import pickle
 from typing import Any
@@ -108,8 +109,24 @@ class NodeServer(GrpcRemoteExecutionServer):
         return self._server
 
 
+def warn_if_reachable(host: str, port: int) -> None:
+    """Warns where other machines may reach a node, which unpickles whatever it gets."""
+    try:
+        is_loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        is_loopback = host == "localhost"
+    if not is_loopback:
+        logger.warning(
+            "--host=%s: whoever reaches port %d can run code in this process, since calls are "
+            "pickles and there is no key; use it on a private network only",
+            host,
+            port,
+        )
+
+
 def serve(worker: Any, args: argparse.Namespace, context: Any, service_type: str) -> None:
     """Serves a worker over gRPC and registers it; until the process is interrupted."""
+    warn_if_reachable(args.host, args.port)
 
     async def run() -> None:
         server = NodeServer(worker, args.host)
