@@ -12,8 +12,7 @@ from tunix.rl.rollout.base_rollout import BaseRollout, CacheConfig, RolloutConfi
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 
 from tunix_sgljax.checkpoints.run_state import keep_state, restored_state
-from tunix_sgljax.in_flight.wrapping import RolloutWrapper
-from tunix_sgljax.rollout import SglJaxRollout
+from tunix_sgljax.in_flight.wrapping import RolloutWrapper, find_sgljax_rollout
 from tunix_sgljax.rollout_config.modes import find_cluster
 
 _NUM_CALLS = "vanilla_calls"
@@ -56,13 +55,15 @@ class TimedRollout(RolloutWrapper):
         end = set(rollout_config.eos_tokens or [self.eos_id()])
         num_tokens = sum(len(ids) - (len(ids) > 0 and int(ids[-1]) in end) for ids in output.tokens)
         # Behind it: the rollout may take newer weights first.
-        version = self.inner.weight_version if isinstance(self.inner, SglJaxRollout) else None
+        rollout = find_sgljax_rollout(self.inner)
+        version = None if rollout is None else rollout.weight_version
         self._on_generate(seconds, num_tokens, version)
         return output
 
     def close(self) -> None:
-        if isinstance(self.inner, SglJaxRollout):
-            self.inner.close()
+        rollout = find_sgljax_rollout(self.inner)
+        if rollout is not None:
+            rollout.close()
 
 
 class SeededVanillaRollout(VanillaRollout):
