@@ -252,11 +252,11 @@ localize logical_rules model_config_from_hf preview_engine read_hf_tensors read_
 to_hf_tensors write_hf_tensors
 """,
     "sgljax_engine.fleet": """
-ReadVersion VersionReader VersionWriter WrittenVersion
+FleetConfig FleetError ReadVersion RemoteEngine VersionReader VersionWriter WrittenVersion
 """,
     "tunix_sgljax": """
 AgenticGrpoLearner GrpoLearner MismatchReport OverSampling OverSamplingAgenticGrpoLearner
-OverSamplingGrpoLearner PpoLearner Progress RLCluster SglJaxRollout Timeline
+OverSamplingGrpoLearner PpoLearner Progress RLCluster SglJaxFleetRollout SglJaxRollout Timeline
 VersionedRolloutOutput create_sgljax_rollout log_rollout_metrics mismatch_report record_timeline
 """,
     "tunix_sgljax.training": """

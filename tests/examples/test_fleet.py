@@ -140,7 +140,7 @@ class TestProcesses:
 class TestServices:
     def test_workers_have_ports_of_their_own_and_join_the_router(self):
         router = service("router")
-        options = {"page_size": 16, "dtype": "float32"}
+        options = {"stream_interval": 16, "dtype": "float32"}
         workers = worker_services(3, Path("model"), "gs://bucket/weights", options, router)
         assert len({worker.url for worker in workers}) == 3
         for worker in workers:
@@ -148,7 +148,7 @@ class TestServices:
             assert worker.url.endswith(text.partition("--port ")[2].split()[0])
             assert f"--join {router.url} --advertise {worker.url} " in text
             assert "--weights-store gs://bucket/weights" in text
-            assert text.endswith('--engine page_size=16 --engine dtype="float32"')
+            assert text.endswith('--engine stream_interval=16 --engine dtype="float32"')
 
     def test_the_trainer_may_know_workers_by_their_addresses(self):
         (worker,) = worker_services(1, Path("model"), "weights", {})

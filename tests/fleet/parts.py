@@ -29,7 +29,6 @@ class Worker:
             model_config=to_model_config(actor.config, context_length=MAX_LEN),
             load_format="dummy",
             tokenizer=ref.IntegerTokenizer(),
-            max_model_len=MAX_LEN,
             **{**SMALL, **options},
         )
         self.server: Server = self.engine.serve(
@@ -68,7 +67,6 @@ def fleet_rollout(
     merged: dict[str, Any] = {
         "tokenizer": ref.IntegerTokenizer(),
         "rollout_config": rollout_config(),
-        "max_model_len": MAX_LEN,
         **options,
     }
     return SglJaxFleetRollout(fleet=settings, rollout_actor=actor, **merged)

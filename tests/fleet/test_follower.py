@@ -205,7 +205,7 @@ class TestAdapters:
         assert tokens_of(engine) == base
 
     def test_one_that_comes_late_gets_both(self, writer, store):
-        """Of all versions with an adapter it reads the base and the newest."""
+        """It reads the base and the newest of all versions with an adapter."""
         with Engine(model_config=TINY, weights=WEIGHTS[0], **SMALL) as merged:
             base = tokens_of(merged)
             merged.update_weights(self.merged(9))

@@ -112,7 +112,7 @@ def test_states_and_progress(remote, fleet):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_kv_tokens": 64}, "num_kv_tokens=64 is an option of the workers"),
+        ({"schedule_policy": "fcfs"}, "schedule_policy=.fcfs. is an option of the workers"),
         ({"fleet": "http://127.0.0.1:1"}, "must be a FleetConfig or a mapping"),
         ({"fleet": {"urls": ["http://127.0.0.1:1"]}}, "needs weights_store"),
         ({"fleet": {"urls": [], "weights_store": "x"}}, "at least one address"),

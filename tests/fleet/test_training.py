@@ -57,7 +57,7 @@ def in_process(**options: Any) -> Any:
 
 def on_fleet(store: Any, fleet: list[Worker], **options: Any) -> Any:
     settings = {"urls": [worker.url for worker in fleet], "weights_store": str(store), **QUICK}
-    return functools.partial(SglJaxFleetRollout, fleet=settings, max_model_len=128, **options)
+    return functools.partial(SglJaxFleetRollout, fleet=settings, **options)
 
 
 def check_same_policy(one: Any, other: Any) -> None:
@@ -153,9 +153,7 @@ def test_the_factory(tmp_path, close):
     parts = make_parts(max_steps=2 * NUM_STEPS)
     with workers(parts.model, tmp_path, 1) as fleet:
         settings = {"urls": fleet[0].url, "weights_store": str(tmp_path), **QUICK}
-        rollout = create_sgljax_rollout(
-            parts.model, parts.arguments["tokenizer"], max_model_len=128, fleet=settings
-        )
+        rollout = create_sgljax_rollout(parts.model, parts.arguments["tokenizer"], fleet=settings)
         cluster = RLCluster(**parts.arguments, rollout_worker=rollout)
         close.append(cluster)
         plain(cluster).train(list_batches())
