@@ -21,7 +21,7 @@ IMAGE = ROOT / "docs/images/replay.svg"
 PANELS = {
     "reward": "reward",
     "kl": "KL to the start",
-    "abs_log_ratio": "mean |log-ratio| before an update",
+    "abs_log_ratio": "mean |log-ratio|",
 }
 WAYS = {"support": ("#1565c0", "with replay"), "off": ("#ef6c00", "without")}
 
