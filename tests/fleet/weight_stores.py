@@ -108,10 +108,10 @@ class HookedFileSystem(MemoryFileSystem):
         if self.hook is not None:
             self.hook(operation, path)
 
-    def _open(self, path, mode="rb", **kwargs):
+    def open(self, path, mode="rb", **kwargs):
         if mode != "rb":
             self._call("write", path)
-        return super()._open(path, mode=mode, **kwargs)
+        return super().open(path, mode=mode, **kwargs)
 
     def cat_file(self, path, start=None, end=None, **kwargs):
         self._call("read", path)
