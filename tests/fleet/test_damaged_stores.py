@@ -249,7 +249,7 @@ def test_without_checksums_damage_would_be_served(stores, tmp_path, monkeypatch)
     """Else the test above could not fail."""
     monkeypatch.setattr(reader._VersionFiles, "_check_digest", lambda *_: None)
     monkeypatch.setattr(reader, "_prove", lambda *_: None)
-    found = Counter(read_damaged(stores, tmp_path, number, heal=False) for number in range(80))
+    found = Counter(read_damaged(stores, tmp_path, number, heal=False) for number in range(160))
     assert found["wrong"] > 5
 
 

@@ -118,11 +118,11 @@ class StoreFiles:
         """Takes a version's folder for a writer; whether no other has it."""
         return self.create(self.path(version, _CLAIM), writer.encode())
 
-    def is_claimed_by(self, version: int, writer: str) -> bool:
-        """Whether a version's folder is there, and a writer's."""
+    def claimant(self, version: int) -> str | None:
+        """The writer that has a version's folder; None if there is none, or nobody has it."""
         if _CLAIM not in self._list(self.path(version)):
-            return False
-        return self.read(self.path(version, _CLAIM)) == writer.encode()
+            return None
+        return self.read(self.path(version, _CLAIM)).decode(errors="replace")
 
     def delete_version(self, version: int) -> None:
         """Deletes a version's folder, its manifest first: what is left is no version."""
