@@ -43,6 +43,7 @@ from sgljax_engine import (
     UnsupportedModelError,
     WeightLoadError,
     WeightsLostError,
+    WeightStoreError,
     WeightSyncError,
     find_weight_files,
     hf_rules,
@@ -54,6 +55,7 @@ from sgljax_engine.builder.group import build_shapes
 from sgljax_engine.builder.sources import check_sources, folder_weights, same_model_weights
 from sgljax_engine.checkpoint.manager import REQUESTS_NAME, CheckpointManager
 from sgljax_engine.core.commands.checkpoint import load_checkpoint
+from sgljax_engine.fleet import VersionWriter
 from sgljax_engine.io_struct import PauseGenerationReqInput
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.placement.submeshes import check_divides, place
@@ -269,6 +271,12 @@ def experts() -> None:
     assert TINY_MOE.moe is not None
     moe = dataclasses.replace(TINY_MOE.moe, num_experts=6, intermediate_size=66)
     check_divides(dataclasses.replace(TINY_MOE, moe=moe), 4)
+
+
+def write_beside_another(store: Path) -> None:
+    writers = [VersionWriter(store), VersionWriter(store)]
+    for writer in (*writers, writers[0]):
+        writer.write({"x": np.zeros(1, np.float32)})
 
 
 def restore(folder: Path, model: Any = TINY, **forged: Any) -> None:
@@ -507,6 +515,8 @@ TABLE = [Row(*row) for row in (
      WeightSyncError),
     ("deleted_source", lambda _: update(delete_norm), WeightSyncError),
     ("weights_lost", lambda _: lose_weights(), WeightsLostError),
+    # ---- a fleet
+    ("second_writer", lambda p: write_beside_another(p.empty()), WeightStoreError),
     # ---- checkpoints of requests
     ("no_checkpoint", lambda p: load_checkpoint(p.tmp_path / "none.ckpt", TINY), CheckpointError),
     ("folder_without_checkpoint", lambda p: load_checkpoint(p.empty(), TINY), CheckpointError),
