@@ -23,6 +23,7 @@ MANIFEST = "manifest.json"
 STORE_FILE = "store.json"
 _CLAIM = "writer.json"
 _VERSIONS = "versions"
+_WRITER = re.compile(rb"[0-9a-f]{32}")
 _FOLDER = re.compile(r"\d{10}")
 _WRITE_BLOCK_BYTES = 64 * 2**20
 """Bytes of a part of an upload; folders ignore it."""
@@ -118,11 +119,12 @@ class StoreFiles:
         """Takes a version's folder for a writer; whether no other has it."""
         return self.create(self.path(version, _CLAIM), writer.encode())
 
-    def is_claimed_by(self, version: int, writer: str) -> bool:
-        """Whether a version's folder is there, and a writer's."""
+    def claimant(self, version: int) -> str | None:
+        """The writer that claimed a version's folder; None if none did, or not to the end."""
         if _CLAIM not in self._list(self.path(version)):
-            return False
-        return self.read(self.path(version, _CLAIM)) == writer.encode()
+            return None
+        data = self.read(self.path(version, _CLAIM))
+        return data.decode() if _WRITER.fullmatch(data) else None
 
     def delete_version(self, version: int) -> None:
         """Deletes a version's folder, its manifest first: what is left is no version."""

@@ -204,7 +204,7 @@ class VersionWriter:
         """Writes the manifest, with which the version is there; returns its bytes."""
         data, version = manifest.to_bytes(), manifest.version
         newest = self._files.versions()[-1:]
-        if newest != [version] or not self._files.is_claimed_by(version, self._id):
+        if newest != [version] or self._files.claimant(version) != self._id:
             self._refuse(version)
         self._files.replace(self._files.path(version, MANIFEST), data)
         return len(data)
@@ -213,9 +213,9 @@ class VersionWriter:
         """Refuses to write if another writer has claimed a number behind, or in place of, ours."""
         if self._is_replaced or (self._last and versions and versions[-1] > self._last):
             self._refuse(versions[-1] if versions else 0)
-        has_failed = self._previous is None and self._last in versions
-        if has_failed and not self._files.is_claimed_by(self._last or 0, self._id):
-            self._refuse(self._last or 0)
+        has_failed = self._previous is None  # maybe at its claim
+        if self._last and has_failed and self._files.claimant(self._last) not in (None, self._id):
+            self._refuse(self._last)
 
     def _refuse(self, version: int) -> None:
         self._is_replaced = True
