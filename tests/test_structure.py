@@ -78,10 +78,12 @@ HOST_ONLY = (
     "core.hand_out",
     "core.calls",
     "core.stats",
+    "fleet.changes",
     "fleet.deltas",
     "fleet.files",
     "fleet.manifest",
     "fleet.reader",
+    "fleet.versions",
     "fleet.writer",
 )
 

@@ -108,10 +108,12 @@ class HookedFileSystem(MemoryFileSystem):
         if self.hook is not None:
             self.hook(operation, path)
 
-    def open(self, path, mode="rb", **kwargs):
+    def _open(
+        self, path, mode="rb", block_size=None, autocommit=True, cache_options=None, **kwargs
+    ):
         if mode != "rb":
             self._call("write", path)
-        return super().open(path, mode=mode, **kwargs)
+        return super()._open(path, mode, block_size, autocommit, cache_options, **kwargs)
 
     def cat_file(self, path, start=None, end=None, **kwargs):
         self._call("read", path)

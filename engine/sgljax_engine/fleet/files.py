@@ -23,6 +23,7 @@ MANIFEST = "manifest.json"
 STORE_FILE = "store.json"
 _CLAIM = "writer.json"
 _VERSIONS = "versions"
+_WRITER = re.compile(rb"[0-9a-f]{32}")
 _FOLDER = re.compile(r"\d{10}")
 _WRITE_BLOCK_BYTES = 64 * 2**20
 """Bytes of a part of an upload; folders ignore it."""
@@ -119,10 +120,11 @@ class StoreFiles:
         return self.create(self.path(version, _CLAIM), writer.encode())
 
     def claimant(self, version: int) -> str | None:
-        """The writer that has a version's folder; None if there is none, or nobody has it."""
+        """The writer that claimed a version's folder; None if none did, or not to the end."""
         if _CLAIM not in self._list(self.path(version)):
             return None
-        return self.read(self.path(version, _CLAIM)).decode(errors="replace")
+        data = self.read(self.path(version, _CLAIM))
+        return data.decode() if _WRITER.fullmatch(data) else None
 
     def delete_version(self, version: int) -> None:
         """Deletes a version's folder, its manifest first: what is left is no version."""

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -14,13 +13,9 @@ from typing import Any, Literal, NamedTuple
 
 from sgljax_engine.errors import WeightStoreError
 from sgljax_engine.fleet.deltas import PIECE_LEN, Piece, num_code_bytes
-from sgljax_engine.fleet.files import MANIFEST, STORE_FILE, StoreFiles
 from sgljax_engine.weights.safetensors_file import DTYPES
 
-logger = logging.getLogger(__name__)
-
 FORMAT = "sgljax-weight-version-1"
-_STORE_FORMAT = "sgljax-weight-store-1"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FILE_NAME = re.compile(r"\d{5}\.safetensors")
 _NUM_SIGNED = len('{"sha256":"",') + 64
@@ -134,7 +129,7 @@ class Manifest:
         """The file's contents."""
         fields = dataclasses.asdict(self)
         fields["tensors"] = [list(dataclasses.asdict(each).values()) for each in self.tensors]
-        return _signed({"format": FORMAT, "checksum": self.checksum, **fields})
+        return signed({"format": FORMAT, "checksum": self.checksum, **fields})
 
     @classmethod
     def from_bytes(cls, data: bytes, shown: str) -> Manifest:
@@ -143,7 +138,7 @@ class Manifest:
         Raises:
             WeightStoreError: it is torn, damaged, of another format, or contradicts itself.
         """
-        fields = _read_signed(data, shown, FORMAT)
+        fields = read_signed(data, shown, FORMAT)
         try:
             names = [each.name for each in dataclasses.fields(TensorEntry)]
             manifest = cls(
@@ -201,48 +196,6 @@ def layout(entries: Sequence[TensorEntry]) -> tuple[bytes, list[Part]]:
     return len(text).to_bytes(8, "little") + text, parts
 
 
-def load_manifest(files: StoreFiles, version: int) -> Manifest:
-    """The manifest of a version.
-
-    Raises:
-        WeightStoreError: names the file that is missing, damaged, or of another version or store.
-    """
-    path = files.path(version, MANIFEST)
-    manifest = Manifest.from_bytes(files.read(path), files.shown(path))
-    if manifest.version != version:
-        raise WeightStoreError(
-            f"{files.shown(path)} is of version {manifest.version}, expected {version}"
-        )
-    store = parse_store_file(files.read(STORE_FILE), files.shown(STORE_FILE))
-    if manifest.store != store:
-        raise WeightStoreError(
-            f"{files.shown(path)} is of the store {manifest.store}, expected {store}, which "
-            f"{STORE_FILE} names"
-        )
-    return manifest
-
-
-def newest_manifest(files: StoreFiles) -> Manifest | None:
-    """The manifest of the newest version that has a valid one; None if none has."""
-    for version in reversed(files.versions()):
-        try:
-            return load_manifest(files, version)
-        except WeightStoreError as error:
-            if files.has_manifest(version):  # else it is being written, or its writer has died
-                logger.warning("version %d is passed over: %s", version, error)
-    return None
-
-
-def parse_store_file(data: bytes, shown: str) -> str:
-    """The random id of a store, which all its versions have; raises as `Manifest.from_bytes`."""
-    return str(_read_signed(data, shown, _STORE_FORMAT).get("id"))
-
-
-def store_file(store: str) -> bytes:
-    """Contents of the file that names a store."""
-    return _signed({"format": _STORE_FORMAT, "id": store})
-
-
 def dump(tree: Any) -> bytes:
     """Compact JSON.
 
@@ -287,13 +240,18 @@ def _check(manifest: Manifest) -> None:
             raise ValueError(f"{manifest.files[each.file or 0].name!r} has no sha256")
 
 
-def _signed(tree: dict[str, Any]) -> bytes:
+def signed(tree: dict[str, Any]) -> bytes:
     """A JSON object that begins with the SHA-256 of all its other bytes."""
     rest = dump(tree)[1:]
     return b'{"sha256":"%b",%b' % (hashlib.sha256(rest).hexdigest().encode(), rest)
 
 
-def _read_signed(data: bytes, shown: str, expected: str) -> dict[str, Any]:
+def read_signed(data: bytes, shown: str, expected: str) -> dict[str, Any]:
+    """The object that `signed` got, of the expected format.
+
+    Raises:
+        WeightStoreError: it is torn, damaged, or of another format.
+    """
     found = hashlib.sha256(data[_NUM_SIGNED:]).hexdigest()
     if data[:_NUM_SIGNED] != b'{"sha256":"%b",' % found.encode():
         begin = data[:_NUM_SIGNED][11:-2]

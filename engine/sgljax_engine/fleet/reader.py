@@ -22,9 +22,8 @@ from sgljax_engine.fleet.manifest import (
     TensorEntry,
     VersionRef,
     layout,
-    load_manifest,
-    newest_manifest,
 )
+from sgljax_engine.fleet.versions import load_manifest, newest_manifest
 from sgljax_engine.weights.safetensors_file import DTYPES
 
 _NUM_THREADS = 8
@@ -144,7 +143,8 @@ class VersionReader:
                 num_bytes += _VersionFiles(self._files, manifest).read_into(tensors, digests, pool)
                 if manifest.ref == target.previous:
                     base = _Held(manifest.ref, dict(tensors), dict(digests), manifest.adapter)
-            _prove(target, tensors, digests, pool)
+            shown = self._files.shown(self._files.path(target.version, MANIFEST))
+            _prove(target, shown, tensors, digests, pool)
         tensors = {each.name: tensors[each.name] for each in target.tensors}
         digests = {each.name: each.sha256 for each in target.tensors}
         if start is not None and start.ref == target.previous:
@@ -267,11 +267,15 @@ class _VersionFiles:
 
 def _prove(
     target: Manifest,
+    shown: str,
     tensors: dict[str, np.ndarray],
     digests: dict[str, str],
     pool: ThreadPoolExecutor,
 ) -> None:
-    """Raises _UnprovenError unless all tensors of a version are there, with their checksums."""
+    """Raises _UnprovenError unless all tensors of a version are there, with their checksums.
+
+    `shown` names the version in messages.
+    """
 
     def digest(entry: TensorEntry) -> str | None:
         array = tensors.get(entry.name)
@@ -285,6 +289,5 @@ def _prove(
     for entry, found in zip(target.tensors, run(digest, target.tensors), strict=True):
         if found != entry.sha256:
             raise _UnprovenError(
-                f"version {target.version}, tensor {entry.name!r}: expected sha256 {entry.sha256}, "
-                f"found {found}"
+                f"{shown}: tensor {entry.name!r} expected sha256 {entry.sha256}, found {found}"
             )

@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import logging
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from sgljax_engine.errors import InvalidConfigError, WeightStoreError
+from sgljax_engine.fleet.changes import (
+    DTYPE_NAMES,
+    Change,
+    assign_files,
+    checked,
+    plain,
+    write_file,
+)
 from sgljax_engine.fleet.config import PAIRS
-from sgljax_engine.fleet.deltas import TensorDelta, bits, replace, sha256, update
+from sgljax_engine.fleet.deltas import bits, replace, sha256, update
 from sgljax_engine.fleet.files import MANIFEST, STORE_FILE, StoreFiles
-from sgljax_engine.fleet.manifest import (
-    FileEntry,
-    Form,
-    Manifest,
-    TensorEntry,
-    VersionRef,
-    dump,
-    layout,
+from sgljax_engine.fleet.manifest import Form, Manifest, TensorEntry, VersionRef
+from sgljax_engine.fleet.versions import (
     load_manifest,
     newest_manifest,
     parse_store_file,
     store_file,
 )
-from sgljax_engine.weights.safetensors_file import DTYPES
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,6 @@ _KEPT_ADAPTERS = 4
 """Versions with an adapter that stay above a base."""
 
 _MIN_THREADED_BYTES = 2**20
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,16 +58,6 @@ class WrittenVersion:
     num_bytes: int
     whole_bytes: int
     num_changed: int
-
-
-class _Change(NamedTuple):
-    entry: TensorEntry
-    delta: TensorDelta
-
-    @property
-    def buffers(self) -> list[np.ndarray]:
-        """What is stored, in the order of `layout`."""
-        return [*self.delta.values, *self.delta.codes]
 
 
 class VersionWriter:
@@ -158,8 +146,8 @@ class VersionWriter:
             WeightStoreError: a tensor has a dtype that the files lack, the store cannot be written,
                 or another writer has taken it over. The store has the versions that it had.
         """
-        adapter = _plain(adapter)
-        arrays = {name: _checked(name, array) for name, array in tensors.items()}
+        adapter = plain(adapter)
+        arrays = {name: checked(name, array) for name, array in tensors.items()}
         if not arrays:
             raise WeightStoreError("tensors must not be empty: a version without any")
         try:
@@ -183,14 +171,15 @@ class VersionWriter:
             num_bytes = sum(array.nbytes for array in arrays.values())
             run = pool.map if num_bytes > _MIN_THREADED_BYTES else map
 
-            def change(name: str) -> _Change:
+            def change(name: str) -> Change:
                 of = None if name.startswith(PAIRS) else before
                 return self._change(name, arrays[name], of)
 
-            changes = list(run(change, arrays))
-            changes, groups = _assign_files(changes, self._max_file_bytes)
+            changes, groups = assign_files(list(run(change, arrays)), self._max_file_bytes)
             numbers = range(len(groups))
-            files = tuple(pool.map(lambda i: self._write_file(version, i, groups[i]), numbers))
+            files = tuple(
+                pool.map(lambda i: write_file(self._files, version, i, groups[i]), numbers)
+            )
         tensors = tuple(change.entry for change in changes)
         is_base = all(each.form == "whole" for each in tensors)
         manifest = Manifest(
@@ -243,10 +232,9 @@ class VersionWriter:
         """Refuses to write if another writer has claimed a number behind, or in place of, ours."""
         if self._is_replaced or (self._last and versions and versions[-1] > self._last):
             self._refuse(versions[-1] if versions else 0)
-        last = self._last or 0
-        has_failed = self._previous is None and last in versions
-        if has_failed and self._files.claimant(last) not in (None, self._id):
-            self._refuse(last)
+        has_failed = self._previous is None  # maybe at its claim
+        if self._last and has_failed and self._files.claimant(self._last) not in (None, self._id):
+            self._refuse(self._last)
 
     def _refuse(self, version: int) -> None:
         self._is_replaced = True
@@ -288,13 +276,13 @@ class VersionWriter:
             return None
         if adapter is None and (version - self._base >= self._base_every or before.adapter):
             return None
-        specs = {name: (_DTYPE_NAMES[x.dtype], x.shape) for name, x in arrays.items()}
+        specs = {name: (DTYPE_NAMES[x.dtype], x.shape) for name, x in arrays.items()}
         known = {each.name: (each.dtype, each.shape) for each in before.tensors}
         if _of_model(specs) != _of_model(known):
             return None
         return before.ref if adapter is None else self._base_ref
 
-    def _change(self, name: str, array: np.ndarray, before: VersionRef | None) -> _Change:
+    def _change(self, name: str, array: np.ndarray, before: VersionRef | None) -> Change:
         """Takes a tensor over into what is held, and says how it is stored. Runs on a thread."""
         held = self._held.get(name)
         if before is not None and held is not None:
@@ -308,7 +296,7 @@ class VersionWriter:
             form = "same"
         entry = TensorEntry(
             name=name,
-            dtype=_DTYPE_NAMES[array.dtype],
+            dtype=DTYPE_NAMES[array.dtype],
             shape=array.shape,
             sha256=self._digests[name] if form == "same" else sha256(bits(held)),
             form=form,
@@ -316,28 +304,7 @@ class VersionWriter:
             pieces=delta.pieces if form == "sparse" else (),
         )
         self._digests[name] = entry.sha256
-        return _Change(entry, delta)
-
-    def _write_file(self, version: int, index: int, changes: Sequence[_Change]) -> FileEntry:
-        """Writes tensors, all whole or all sparse, from what is held. Runs on a thread."""
-        header, parts = layout([change.entry for change in changes])
-        is_sparse = changes[0].entry.form == "sparse"
-        digest = hashlib.sha256()
-
-        def buffers() -> Iterator[memoryview]:
-            arrays = [np.frombuffer(header, np.uint8)]
-            arrays += [buffer for change in changes for buffer in change.buffers]
-            for array in arrays:
-                data = array.view(np.uint8)
-                if is_sparse:
-                    digest.update(data.data)
-                yield data.data
-
-        name = f"{index:05}.safetensors"
-        self._files.write(self._files.path(version, name), buffers())
-        num_bytes = parts[-1].end
-        sha256 = digest.hexdigest() if is_sparse else None
-        return FileEntry(name=name, num_bytes=num_bytes, sha256=sha256)
+        return Change(entry, delta)
 
     def _delete_old(self) -> None:
         """Deletes versions behind the bases that stay."""
@@ -367,48 +334,3 @@ class VersionWriter:
 
 def _of_model(specs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: spec for name, spec in specs.items() if not name.startswith(PAIRS)}
-
-
-def _assign_files(
-    changes: Sequence[_Change], max_bytes: int
-) -> tuple[list[_Change], list[list[_Change]]]:
-    """The changes with the indices of their files, and those of each file."""
-    placed: list[_Change] = []
-    groups: list[list[_Change]] = []
-    open_files: dict[Form, tuple[int, int]] = {}  # index and bytes of the last file of a form
-    for change in changes:
-        form = change.entry.form
-        if form != "same":
-            size = sum(buffer.nbytes for buffer in change.buffers)
-            index, filled = open_files.get(form, (-1, 0))
-            if index < 0 or filled + size > max_bytes:
-                index, filled = len(groups), 0
-                groups.append([])
-            open_files[form] = (index, filled + size)
-            change = change._replace(entry=dataclasses.replace(change.entry, file=index))
-            groups[index].append(change)
-        placed.append(change)
-    return placed, groups
-
-
-def _checked(name: str, array: np.ndarray) -> np.ndarray:
-    """A tensor in C order, if the files can hold it."""
-    if not isinstance(name, str) or name == "__metadata__":
-        raise WeightStoreError(f"a tensor cannot be called {name!r}")
-    if not isinstance(array, np.ndarray):
-        raise WeightStoreError(f"{name!r} must be a NumPy array, got {type(array).__name__}")
-    if array.dtype not in _DTYPE_NAMES:
-        raise WeightStoreError(
-            f"{name!r} has dtype {array.dtype}, supported: {', '.join(map(str, _DTYPE_NAMES))}"
-        )
-    return np.asarray(array, order="C")
-
-
-def _plain(adapter: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """An adapter's config as JSON returns it."""
-    if adapter is None:
-        return None
-    try:
-        return json.loads(dump(dict(adapter)))
-    except (TypeError, ValueError) as error:
-        raise WeightStoreError(f"adapter must be plain JSON: {error}") from error
