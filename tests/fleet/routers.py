@@ -50,7 +50,7 @@ class ScriptedRouter:
         router = self
 
         class Handler(BaseHTTPRequestHandler):
-            def log_message(self, *args: Any) -> None:
+            def log_message(self, format: str, *args: Any) -> None:
                 """Says nothing."""
 
             def _answer(self) -> None:

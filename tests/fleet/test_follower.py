@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from sgljax_engine import Engine, SamplingParams, WeightStoreError
+from sgljax_engine import Engine, SamplingParams, StagedWeights, WeightStoreError
 from sgljax_engine.fleet import VersionWriter
 from sgljax_engine.fleet.follower import ADAPTER, WeightFollower
 from sgljax_engine.server import ServerConfig
@@ -107,7 +107,9 @@ def test_another_staged_version_replaces_the_one_before(engine, writer, store, e
         writer.write(weights)
     follower = WeightFollower(engine, store)
     follower.stage(2)
+    assert follower._staged is not None
     first = follower._staged.weights
+    assert isinstance(first, StagedWeights)
     follower.stage(3)
     assert first.state == "discarded"
     assert follower.publish(3) == 3
@@ -175,7 +177,7 @@ class TestAdapters:
 
     @pytest.fixture
     def engine(self):
-        options = {"max_loras": 1, "max_lora_rank": 2}
+        options: dict[str, Any] = {"max_loras": 1, "max_lora_rank": 2}
         with Engine(model_config=TINY, weights=WEIGHTS[0], **SMALL, **options) as engine:
             yield engine
 
@@ -372,8 +374,9 @@ def test_requests_that_ran_beside_the_nan_are_not_answered(engine, writer, store
         engine.pause_generation("in_place")
         waiting = start(lambda: served.http.post("/generate", json=body_of()))
         wait_for(lambda: engine.get_internal_state().waiting_queue_size > 0)
-        context = served.server._context
-        served.server._loop.call_soon_threadsafe(context.replica.found_nonfinite)
+        replica, loop = served.server._context.replica, served.server._loop
+        assert loop is not None
+        loop.call_soon_threadsafe(replica.found_nonfinite)
         reply = waiting.result(LIMIT_S)
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "quarantined")
         engine.continue_generation()
