@@ -46,7 +46,8 @@ _PROBE_S, _MAX_MISSED = 5.0, 3
 _CONNECT_TIMEOUT_S = 5.0
 _INFO_TIMEOUT_S = 10.0
 _SHOWN_CHARS = 300
-_STATUS = "status "
+STATUS = "status "
+"""Begins the problem of a worker that answered."""
 
 
 class Reply(NamedTuple):
@@ -195,7 +196,7 @@ class FleetClient:
         await asyncio.sleep(_PROBE_S)
         while target.num_open:
             (reply,) = await self.tell([target.url], "/health", None, _PROBE_S)
-            answers = reply.problem is None or reply.problem.startswith(_STATUS)
+            answers = reply.problem is None or reply.problem.startswith(STATUS)
             num_missed = 0 if answers else num_missed + 1
             if num_missed == _MAX_MISSED:
                 target.hung.set()
@@ -278,7 +279,7 @@ def _problem(reply: httpx.Response) -> str:
         message = reply.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):
         message = reply.text
-    return f"{_STATUS}{reply.status_code}: {str(message)[:_SHOWN_CHARS]}"
+    return f"{STATUS}{reply.status_code}: {str(message)[:_SHOWN_CHARS]}"
 
 
 def _is_nonfinite(reply: httpx.Response) -> bool:

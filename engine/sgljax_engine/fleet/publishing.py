@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from sgljax_engine.fleet.client import FleetClient, Reply
+from sgljax_engine.fleet.client import STATUS, FleetClient, Reply
 from sgljax_engine.fleet.config import PAIRS, FleetConfig, FleetError
 from sgljax_engine.fleet.loop_thread import LoopThread
 from sgljax_engine.fleet.reader import VersionReader
@@ -18,6 +20,9 @@ from sgljax_engine.io_struct import PauseMode
 logger = logging.getLogger(__name__)
 
 _DAMAGED = "WeightStoreError"
+_ENDING = "status 503"
+_RETRY_S = 1.0
+"""Seconds until a version is handed out again, where too few workers could be reached."""
 
 
 class WeightsPublisher:
@@ -42,17 +47,20 @@ class WeightsPublisher:
     ) -> int:
         """Has the workers serve tensors; returns their version.
 
+        Where too few workers are there, it waits for them.
+
         Raises:
-            FleetError: when fewer than `min_workers` serve them; names each and its answer.
+            FleetError: when fewer than `min_workers` serve them, at once where some refuse them and
+                else after `outage_timeout_s`; names each and its answer.
             WeightStoreError: when the version cannot be written.
         """
         self.written = self._writer.write(tensors, adapter=adapter)
-        replies = self._loop.run(self._hand_out(self.written.version, mode))
+        replies = self._loop.run(self._hand_out_in_outage(self.written.version, mode))
         if any(reply.problem and _DAMAGED in reply.problem for reply in replies):
             # What was written does not arrive: whole, and under a name that nobody has seen.
             logger.warning("writing the weights whole: %s", _problems(replies))
             self.written = self._writer.write(tensors, adapter=adapter, as_base=True)
-            replies = self._loop.run(self._hand_out(self.written.version, mode))
+            replies = self._loop.run(self._hand_out_in_outage(self.written.version, mode))
         num_serving = sum(reply.problem is None for reply in replies)
         if num_serving < self._config.min_workers:
             raise FleetError(
@@ -88,6 +96,26 @@ class WeightsPublisher:
             if name not in served or name not in tensors or not _same(served[name], tensors[name])
         )
 
+    async def _hand_out_in_outage(self, version: int, mode: PauseMode) -> list[Reply]:
+        """`_hand_out` until enough workers serve, one refuses, or an outage was too long."""
+        ends_s = time.monotonic() + self._config.outage_timeout_s
+        is_told = False
+        while True:
+            replies = await self._hand_out(version, mode)
+            num_serving = sum(reply.problem is None for reply in replies)
+            is_refused = any(reply.problem and not _is_away(reply.problem) for reply in replies)
+            is_over = is_refused or time.monotonic() >= ends_s
+            if num_serving >= self._config.min_workers or is_over:
+                return replies
+            if not is_told:
+                logger.warning(
+                    "version %d of the weights waits for workers: %s",
+                    version,
+                    _problems(replies) or "the fleet has none",
+                )
+                is_told = True
+            await asyncio.sleep(_RETRY_S)
+
     async def _hand_out(self, version: int, mode: PauseMode) -> list[Reply]:
         """Stages on all workers, and then publishes on those that could."""
         limit_s, body = self._config.sync_timeout_s, {"version": version}
@@ -97,6 +125,11 @@ class WeightsPublisher:
         body |= {"mode": mode}
         published = await self._client.tell(ready, "/publish_weight_version", body, limit_s)
         return published + [reply for reply in staged if reply.problem is not None]
+
+
+def _is_away(problem: str) -> bool:
+    """Whether a worker could not be reached, or is about to end: it may be there again soon."""
+    return not problem.startswith(STATUS) or problem.startswith(_ENDING)
 
 
 def _same(one: np.ndarray, other: np.ndarray) -> bool:
