@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import threading
 from urllib.parse import urlsplit
@@ -47,6 +48,18 @@ class SlowNetwork:
         ).result()
         port = self._server.sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
+
+    def __enter__(self) -> SlowNetwork:
+        """Returns itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes it."""
+        self.close()
+
+    def freeze(self) -> None:
+        """Lets nothing arrive any more; connections stay open."""
+        self._delay_s = math.inf
 
     def close(self) -> None:
         """Stops forwarding."""
@@ -106,6 +119,8 @@ class SlowNetwork:
     ) -> None:
         while True:
             arrives_s, chunk = await under_way.get()
+            if arrives_s == math.inf:
+                await asyncio.Event().wait()
             await asyncio.sleep(max(0.0, arrives_s - self._loop.time()))
             if not chunk:
                 if writer.can_write_eof():

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.lib.slow_network import SlowNetwork
 from sgljax_engine import EngineStateError, InvalidConfigError, InvalidRequestError
-from sgljax_engine.fleet import FleetError
+from sgljax_engine.fleet import FleetError, VersionWriter, client
 from tests import tunix_reference as ref
 from tests.adapter.helpers import (
     VOCAB_SIZE,
@@ -174,4 +175,44 @@ class TestUpdates:
             with pytest.raises(FleetError, match="served by 0 of 1 workers"):
                 rollout.update_params(params_of(model))
             assert rollout.weight_version == version
+            rollout.close()
+
+    def test_a_version_that_is_damaged_is_written_anew(
+        self, made, other_model, tmp_path, monkeypatch
+    ):
+        """A bit of a file changes, once, between the trainer and the workers."""
+        rollout, fleet = made
+        write, damaged = VersionWriter.write, []
+
+        def write_and_damage(writer, *args, **options):
+            written = write(writer, *args, **options)
+            if not damaged:
+                path = min(tmp_path.glob(f"versions/*{written.version}/*.safetensors"))
+                data = bytearray(path.read_bytes())
+                data[-1] ^= 1
+                path.write_bytes(data)
+                damaged.append(written.version)
+            return written
+
+        rollout.generate(TEXTS, rollout_config())
+        before = rollout.weight_version
+        monkeypatch.setattr(VersionWriter, "write", write_and_damage)
+        rollout.update_params(params_of(other_model))
+        assert damaged == [before + 1]
+        assert rollout.weight_version == before + 2
+        assert {worker.engine.weight_version for worker in fleet} == {before + 2}
+        assert rollout.find_differing_weights(params_of(other_model)) == []
+
+    def test_requests_leave_a_worker_that_hangs(self, model, tmp_path, monkeypatch):
+        """Its connections are open, and nothing comes: only probes find that."""
+        with workers(model, tmp_path, 2) as fleet, SlowNetwork(fleet[0].url, delay_s=0) as network:
+            urls = [network.url, fleet[1].url]
+            rollout = fleet_rollout(model, tmp_path, fleet, changes={"urls": urls})
+            config = rollout_config(temperature=1.0, seed=2)
+            first = rollout.generate(TEXTS, config)
+            assert set(first.replica_ids) == {"worker-0", "worker-1"}
+            monkeypatch.setattr(client, "_PROBE_S", 0.05)
+            network.freeze()
+            output = rollout.generate(TEXTS, config)
+            assert set(output.replica_ids) == {"worker-1"}
             rollout.close()

@@ -275,11 +275,14 @@ def _is_json(reply: httpx.Response) -> bool:
 
 
 def _problem(reply: httpx.Response) -> str:
+    """The status of an answer, our servers' code for it, and its message."""
     try:
-        message = reply.json()["error"]["message"]
+        error = reply.json()["error"]
+        code, message = error["code"], error["message"]
     except (ValueError, KeyError, TypeError):
-        message = reply.text
-    return f"{STATUS}{reply.status_code}: {str(message)[:_SHOWN_CHARS]}"
+        code, message = reply.status_code, reply.text
+    named = f" {code}" if isinstance(code, str) else ""
+    return f"{STATUS}{reply.status_code}{named}: {str(message)[:_SHOWN_CHARS]}"
 
 
 def _is_nonfinite(reply: httpx.Response) -> bool:

@@ -19,8 +19,8 @@ from sgljax_engine.io_struct import PauseMode
 
 logger = logging.getLogger(__name__)
 
-_DAMAGED = "WeightStoreError"
-_ENDING = "status 503"
+_DAMAGED = f"{STATUS}503 weight_store"
+_ENDING = f"{STATUS}503"
 _RETRY_S = 1.0
 """Seconds until a version is handed out again, where too few workers could be reached."""
 
@@ -56,7 +56,7 @@ class WeightsPublisher:
         """
         self.written = self._writer.write(tensors, adapter=adapter)
         replies = self._loop.run(self._hand_out_in_outage(self.written.version, mode))
-        if any(reply.problem and _DAMAGED in reply.problem for reply in replies):
+        if any(reply.problem and reply.problem.startswith(_DAMAGED) for reply in replies):
             # What was written does not arrive: whole, and under a name that nobody has seen.
             logger.warning("writing the weights whole: %s", _problems(replies))
             self.written = self._writer.write(tensors, adapter=adapter, as_base=True)
@@ -129,7 +129,8 @@ class WeightsPublisher:
 
 def _is_away(problem: str) -> bool:
     """Whether a worker could not be reached, or is about to end: it may be there again soon."""
-    return not problem.startswith(STATUS) or problem.startswith(_ENDING)
+    is_ending = problem.startswith(_ENDING) and not problem.startswith(_DAMAGED)
+    return is_ending or not problem.startswith(STATUS)
 
 
 def _same(one: np.ndarray, other: np.ndarray) -> bool:

@@ -133,6 +133,10 @@ class Generation:
             each.cancel()
         return self._idle.is_set()
 
+    def watched(self) -> contextlib.AbstractContextManager[object]:
+        """Wraps a call whose non-finite logits take the replica out of service."""
+        return _Watch(self._replica)
+
     def check_serves(self, min_weight_version: int | None) -> None:
         """Raises HTTPError 503 while the server ends, or may not serve what is asked."""
         if self.is_draining:

@@ -162,13 +162,14 @@ def generate_routes(context: ServerContext) -> APIRouter:
         """Log-probs of given tokens; see `Engine.score`."""
         context.generation.check_serves(body.min_weight_version)
         version = context.engine.weight_version
-        logprobs = await asyncio.to_thread(
-            context.engine.score,
-            body.input_ids,
-            body.temperature,
-            body.start_lens,
-            body.lora_path or context.config.lora,
-        )
+        with context.generation.watched():
+            logprobs = await asyncio.to_thread(
+                context.engine.score,
+                body.input_ids,
+                body.temperature,
+                body.start_lens,
+                body.lora_path or context.config.lora,
+            )
         return {"logprobs": [each.tolist() for each in logprobs], "weight_version": version}
 
     return router
