@@ -45,7 +45,7 @@ def make_weights(num_layers: int, hidden: int, vocab_size: int) -> Weights:
 
 
 def flipped(weights: Weights, dtype: np.dtype, part: float) -> Iterator[Weights]:
-    """Versions of which this part of the elements differs from the one before in a bit."""
+    """Versions of which about this part of the elements differs from the one before in a bit."""
     rng = np.random.default_rng(1)
     current = {name: array.astype(dtype) for name, array in weights.items()}
     while True:
@@ -53,8 +53,7 @@ def flipped(weights: Weights, dtype: np.dtype, part: float) -> Iterator[Weights]
         for array in current.values():
             flat = array.reshape(-1).view(f"u{dtype.itemsize}")
             size = int(flat.size * part)
-            chosen = slice(None) if part == 1 else rng.choice(flat.size, size, replace=False)
-            flat[chosen] ^= 1
+            flat[slice(None) if part == 1 else rng.integers(flat.size, size=size)] ^= 1
 
 
 def trained(weights: Weights, dtype: np.dtype) -> Iterator[Weights]:
