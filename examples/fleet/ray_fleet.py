@@ -1,11 +1,12 @@
 """The run of run.py with workers that are Ray's: an actor process runs a server.
 
-    pip install ray                                      # 2.60 was run; nothing else needs it
+    pip install ray                                      # written for 2.60; nothing else needs it
     python examples/fleet/ray_fleet.py --workers 2       # the options are those of run.py
     python examples/fleet/ray_fleet.py --kill-every 5 --minutes 10
 
 Ray makes an actor again that died (`max_restarts=-1`) and calls `serve` again (`max_task_retries`),
-with the same port. This script starts a Ray of its own on this machine. On a cluster give actors
+with the same port. Not run to its end yet: Ray's own start timed out on a machine with too much
+other work. This script starts a Ray of its own on this machine. On a cluster give actors
 what a server needs (`num_gpus=1`, `resources={"TPU": 4}`), workers a --host that others reach,
 with keys, and a router to join, since an actor may come back on another machine.
 """
