@@ -209,10 +209,11 @@ class TestUpdates:
             urls = [network.url, fleet[1].url]
             rollout = fleet_rollout(model, tmp_path, fleet, changes={"urls": urls})
             config = rollout_config(temperature=1.0, seed=2)
-            first = rollout.generate(TEXTS, config)
+            texts = [text_of(ids) for ids in ref.make_prompts(VOCAB_SIZE, (4,) * 16, seed=4)]
+            first = rollout.generate(texts, config)
             assert set(first.replica_ids) == {"worker-0", "worker-1"}
             monkeypatch.setattr(client, "_PROBE_S", 0.05)
             network.freeze()
-            output = rollout.generate(TEXTS, config)
+            output = rollout.generate(texts, config)
             assert set(output.replica_ids) == {"worker-1"}
             rollout.close()

@@ -318,6 +318,20 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, dict[str, Any]]]]] =
             "stream_output": (True, {"stream": True}),
             "lora_path": ("other", {}),
             "model": ("other", {}),
+            "min_weight_version": (10**6, {}),
+            "session_params": (
+                {"sampling_params": {"max_new_tokens": 2}}, {"sampling_params": None}
+            ),
+        },
+    ),
+    "/score_tokens": (
+        {"input_ids": [[5, 6, 7]]},
+        {
+            "input_ids": ([[5, 6, 8]], {}),
+            "start_lens": ([2], {}),
+            "temperature": (0.5, {}),
+            "lora_path": ("other", {}),
+            "min_weight_version": (10**6, {}),
         },
     ),
     "/v1/completions": (
@@ -399,7 +413,7 @@ def tried(served: Served, path: str, name: str, base: Any, case: Any, wrap: Any)
     without.pop(name, None) if name not in base else None
     plain = served.post(path, wrap(without))
     reply = served.post(path, wrap({**without, name: value}))
-    if reply.status_code in (400, 404):
+    if reply.status_code in (400, 404, 503):
         error = reply.json()["error"]
         told = "lora" if name == "lora_path" else name
         assert told in f"{error['param']} {error['message']}", error

@@ -100,7 +100,7 @@ class FleetSampler:
                     raise ValueError("another number of log-probs than of tokens")
                 return found
 
-            answer = await self._client.ask_a_worker("/score", common | some, session, read)
+            answer = await self._client.ask_a_worker("/score_tokens", common | some, session, read)
             for row, logprobs in zip(rows, answer, strict=True):
                 scored[row] = logprobs
 

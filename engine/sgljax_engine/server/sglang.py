@@ -157,8 +157,8 @@ def generate_routes(context: ServerContext) -> APIRouter:
             request, body.model, lambda: _GenerateAnswer(context, body), stream=body.stream
         )
 
-    @router.post("/score")
-    async def score(body: ScoreReqInput) -> dict[str, Any]:
+    @router.post("/score_tokens")
+    async def score_tokens(body: ScoreReqInput) -> dict[str, Any]:
         """Log-probs of given tokens; see `Engine.score`."""
         context.generation.check_serves(body.min_weight_version)
         version = context.engine.weight_version
