@@ -12,9 +12,11 @@ if sys.argv[1:]:
     from tests.yields import yield_at_locks
     num_yields = yield_at_locks(int(sys.argv[1]))
 lock, ended, total = threading.Lock(), queue.SimpleQueue(), 0
+both_run = threading.Barrier(2)
 
 def count():  # reads and writes under the lock, but not both at once
     global total
+    both_run.wait()
     for _ in range(200):
         with lock:
             seen = total

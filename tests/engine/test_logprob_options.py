@@ -22,6 +22,7 @@ ALL_LISTS = {"return_logprob": True, "top_logprobs_num": 3, "token_ids_logprob":
 OUTPUT_KEYS = (
     "output_token_logprobs",
     "output_processed_logprobs",
+    "output_scaled_logprobs",
     "output_top_logprobs",
     "output_token_ids_logprobs",
 )
@@ -73,7 +74,9 @@ class TestShapes:
     def test_return_logprob_alone(self, engine):
         out = generate(engine, return_logprob=True)
         keys = {key for key in out["meta_info"] if "logprobs" in key}
-        assert keys == {"output_token_logprobs", "output_processed_logprobs"}
+        assert keys == {
+            *("output_token_logprobs", "output_processed_logprobs", "output_scaled_logprobs")
+        }
         raw = raw_logprobs(WEIGHTS, PROMPT, out)[len(PROMPT) - 1 : -1]
         check_lists(out["meta_info"], "output", out["output_ids"], raw, 0, [])
 

@@ -231,7 +231,7 @@ class TestNonFiniteLogits:
             last = reply.json()
         assert reply.status_code == (200 if is_stream else 500)
         error = last["error"]
-        assert (error["type"], error["code"]) == ("server_error", "nonfinite_logits")
+        assert (error["type"], error["code"]) == ("server_error", NONFINITE)
         assert error["message"].startswith(f"{NonFiniteLogitsError.__name__}: request ")
         assert "at output token 1: its logits are NaN or infinite" in error["message"]
         lines = trap.get("/metrics").text.splitlines()
@@ -378,6 +378,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, dict[str, Any]]]]] =
     ),
     "/detokenize": ({"tokens": [D, E]}, {"model": ("other", {}), "tokens": ([D], {})}),
 }  # fmt: skip
+NONFINITE = "nonfinite_logits"
+
 UNSEEN = {
     "add_special_tokens": "the golden tokenizer adds none",
     "spaces_between_special_tokens": "slow tokenizers alone have any",
