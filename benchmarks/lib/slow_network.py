@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 _RETRANSMIT_S = 0.2
 """What a lost segment costs a TCP connection, at least: Linux's minimal timeout."""
 
+_TICK_S = 1e-6
+
 
 class SlowNetwork:
     """Forwards connections to a server, each chunk late; on a thread of its own.
@@ -108,7 +110,8 @@ class SlowNetwork:
             end.abort()
             return
         late_s = _RETRANSMIT_S if self._random.random() < self._loss else 0.0
-        end.arrives_s = max(end.arrives_s, self._loop.time() + self._delay_s + late_s)
+        earliest_s = end.arrives_s + _TICK_S  # at equal times a loop keeps no order
+        end.arrives_s = max(earliest_s, self._loop.time() + self._delay_s + late_s)
         self._loop.call_at(end.arrives_s, self._deliver, end, data)
 
     def _deliver(self, end: _End, data: bytes) -> None:
