@@ -116,6 +116,18 @@ def make_cluster(
     )
 
 
+def make_learner(config: TrainConfig, cluster: RLCluster, recorder: StepRecorder) -> GRPOLearner:
+    """Returns Tunix's learner of a cluster whose steps are recorded; its data ends the run."""
+    cluster.with_external_metrics_logger(recorder.add_metrics)
+    # Without a limit of its own, the trainer draws no second bar.
+    cluster.actor_trainer.config.max_steps = None
+    return GRPOLearner(
+        rl_cluster=cluster,
+        algo_config=GRPOConfig(**config.grpo_config),
+        reward_fns=exact_match,
+    )
+
+
 def train(config: TrainConfig, on_step: Callable[[StepRecord], None]) -> list[StepRecord]:
     """Trains with Tunix's `GRPOLearner` and returns what happened at each step."""
     recorder = StepRecorder(on_step)
@@ -123,14 +135,7 @@ def train(config: TrainConfig, on_step: Callable[[StepRecord], None]) -> list[St
         TimedRollout, engine=choose_rollout(config), on_generate=recorder.add_rollout
     )
     cluster = make_cluster(config, timed_rollout)
-    cluster.with_external_metrics_logger(recorder.add_metrics)
-    # The data ends the run as well; without a limit of its own, the trainer draws no second bar.
-    cluster.actor_trainer.config.max_steps = None
-    learner = GRPOLearner(
-        rl_cluster=cluster,
-        algo_config=GRPOConfig(**config.grpo_config),
-        reward_fns=exact_match,
-    )
+    learner = make_learner(config, cluster, recorder)
     timed = cluster.rollout
     assert isinstance(timed, TimedRollout)
     try:

@@ -8,11 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
-
-from addition_task import exact_match, problem_batches
+from addition_task import problem_batches
 from fleet.audit import Audit, AuditedCluster, AuditedRollout
-from grpo_addition import make_cluster
+from grpo_addition import make_cluster, make_learner
 from tunix_sgljax import SglJaxRollout
 from tunix_sgljax.training import TrainConfig
 from tunix_sgljax.training.report import StepRecord, StepRecorder
@@ -49,15 +47,7 @@ def train(
             ends.callback(rollout.close)
         assert isinstance(cluster, AuditedCluster)
         cluster.audit = audit
-        cluster.with_external_metrics_logger(recorder.add_metrics)
-        # The data ends the run; without a limit of its own, the trainer draws no second bar.
-        cluster.actor_trainer.config.max_steps = None
-        learner = GRPOLearner(
-            rl_cluster=cluster,
-            algo_config=GRPOConfig(**config.grpo_config),
-            reward_fns=exact_match,
-        )
-        learner.train(_batches(config, limit_s))
+        make_learner(config, cluster, recorder).train(_batches(config, limit_s))
     return recorder.records
 
 

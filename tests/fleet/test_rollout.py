@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import numpy as np
 import pytest
 
 from benchmarks.lib.slow_network import SlowNetwork
-from sgljax_engine import EngineStateError, InvalidConfigError, InvalidRequestError
+from sgljax_engine import (
+    EngineStateError,
+    InvalidConfigError,
+    InvalidRequestError,
+    SamplingParams,
+)
 from sgljax_engine.fleet import FleetError, VersionWriter, client
 from tests import tunix_reference as ref
 from tests.adapter.helpers import (
@@ -18,6 +26,7 @@ from tests.adapter.helpers import (
     text_of,
 )
 from tests.fleet.parts import fleet_rollout, workers
+from tests.threads import LIMIT_S, start, wait_for
 from tunix_sgljax import SglJaxFleetRollout
 
 PROMPTS = ref.make_prompts(VOCAB_SIZE, (3, 7, 12, 12))
@@ -216,4 +225,25 @@ class TestUpdates:
             network.freeze()
             output = rollout.generate(texts, config)
             assert set(output.replica_ids or ()) == {"worker-1"}
+            rollout.close()
+
+    def test_an_id_that_an_earlier_attempt_still_has_is_tried_again(self, model, tmp_path):
+        """A worker may still end what a client gave up, under the same id."""
+        with workers(model, tmp_path, 1) as fleet:
+            rollout = fleet_rollout(model, tmp_path, fleet)
+            rollout.generate(TEXTS, rollout_config())
+            engine = fleet[0].engine
+            remote: Any = rollout.engine
+            params = SamplingParams(temperature=0, max_new_tokens=4, ignore_eos=True)
+            engine.pause_generation()
+            earlier = engine.generate(
+                input_ids=[3, 4, 5], sampling_params=params, rid="mine", stream=True
+            )
+            again = remote.async_generate_requests([[3, 4, 5]], params, rid=["mine"])
+            answer = start(lambda: asyncio.run(again))
+            wait_for(lambda: remote._client.num_retries > 0)
+            engine.continue_generation()
+            ids = [token for piece in earlier for token in piece["output_ids"]]
+            (output,) = answer.result(LIMIT_S)
+            assert output.output_ids == ids
             rollout.close()

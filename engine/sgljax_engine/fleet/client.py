@@ -37,7 +37,7 @@ _FIRST_WAIT_S, _MAX_WAIT_S = 0.05, 5.0
 _MAX_NONFINITE = 3
 """Attempts that end in NaN or infinity before it is taken for the weights' fault."""
 
-_STILL_ENDS = "in use"
+_STILL_ENDS = "is the id of another request"
 """Part of the refusal of an id that an earlier attempt still has."""
 
 _PROBE_S, _MAX_MISSED = 5.0, 3
@@ -48,6 +48,8 @@ _INFO_TIMEOUT_S = 10.0
 _SHOWN_CHARS = 300
 STATUS = "status "
 """Begins the problem of a worker that answered."""
+
+_NONFINITE = f"{STATUS}500 nonfinite_logits"
 
 
 class Reply(NamedTuple):
@@ -74,7 +76,7 @@ class _Target:
 
 
 class FleetClient:
-    """Sends requests to a fleet and control calls to its workers. All methods: one event loop."""
+    """Sends requests to a fleet and control calls to its workers. Coroutines of one event loop."""
 
     def __init__(self, config: FleetConfig) -> None:
         self._config = config
@@ -149,7 +151,7 @@ class FleetClient:
                     return result
                 problem = _problem(reply)
                 self._refuse_for_good(reply, problem)
-                num_nonfinite += _is_nonfinite(reply)
+                num_nonfinite += problem.startswith(_NONFINITE)
             except httpx.HTTPError as error:
                 problem = f"{type(error).__name__} {error}".strip()
             except (ValueError, KeyError, TypeError) as error:
@@ -253,8 +255,27 @@ class FleetClient:
 
         return list(await asyncio.gather(*map(one, urls)))
 
+    async def tell_all(
+        self, path: str, body: Mapping[str, Any] | None, timeout_s: float
+    ) -> list[Reply]:
+        """`tell` to all workers; returns the replies of those that did it.
+
+        Raises:
+            FleetError: when none did; says what each answered.
+        """
+        replies = await self.tell(await self.worker_urls(), path, body, timeout_s)
+        done = [reply for reply in replies if reply.problem is None]
+        if not done:
+            raise FleetError(f"no worker did {path}: {problems(replies) or 'none is known'}")
+        return done
+
     def _headers(self, key: str | None) -> dict[str, str]:
         return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
+def problems(replies: Sequence[Reply]) -> str:
+    """What the workers without an answer said, for messages; empty if all have one."""
+    return "; ".join(f"{reply.url}: {reply.problem}" for reply in replies if reply.problem)
 
 
 def _pick(targets: Sequence[_Target], session: str) -> _Target:
@@ -283,7 +304,3 @@ def _problem(reply: httpx.Response) -> str:
         code, message = reply.status_code, reply.text
     named = f" {code}" if isinstance(code, str) else ""
     return f"{STATUS}{reply.status_code}{named}: {str(message)[:_SHOWN_CHARS]}"
-
-
-def _is_nonfinite(reply: httpx.Response) -> bool:
-    return reply.status_code == 500 and "NonFiniteLogitsError" in reply.text

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sgljax_engine.fleet.client import STATUS, FleetClient, Reply
+from sgljax_engine.fleet.client import STATUS, FleetClient, Reply, problems
 from sgljax_engine.fleet.config import PAIRS, FleetConfig, FleetError
 from sgljax_engine.fleet.loop_thread import LoopThread
 from sgljax_engine.fleet.reader import VersionReader
@@ -58,7 +58,7 @@ class WeightsPublisher:
         replies = self._loop.run(self._hand_out_in_outage(self.written.version, mode))
         if any(reply.problem and reply.problem.startswith(_DAMAGED) for reply in replies):
             # What was written does not arrive: whole, and under a name that nobody has seen.
-            logger.warning("writing the weights whole: %s", _problems(replies))
+            logger.warning("writing the weights whole: %s", problems(replies))
             self.written = self._writer.write(tensors, adapter=adapter, as_base=True)
             replies = self._loop.run(self._hand_out_in_outage(self.written.version, mode))
         num_serving = sum(reply.problem is None for reply in replies)
@@ -66,13 +66,13 @@ class WeightsPublisher:
             raise FleetError(
                 f"version {self.written.version} of the weights is served by {num_serving} of "
                 f"{len(replies)} workers, min_workers is {self._config.min_workers}: "
-                f"{_problems(replies) or 'the fleet has no other'}"
+                f"{problems(replies) or 'the fleet has no other'}"
             )
         if num_serving < len(replies):
             logger.warning(
                 "left out until they have version %d of the weights: %s",
                 self.written.version,
-                _problems(replies),
+                problems(replies),
             )
         self.version = self.written.version
         return self.version
@@ -111,7 +111,7 @@ class WeightsPublisher:
                 logger.warning(
                     "version %d of the weights waits for workers: %s",
                     version,
-                    _problems(replies) or "the fleet has none",
+                    problems(replies) or "the fleet has none",
                 )
                 is_told = True
             await asyncio.sleep(_RETRY_S)
@@ -136,7 +136,3 @@ def _is_away(problem: str) -> bool:
 def _same(one: np.ndarray, other: np.ndarray) -> bool:
     is_alike = (one.dtype, one.shape) == (other.dtype, other.shape)
     return is_alike and one.tobytes() == other.tobytes()
-
-
-def _problems(replies: list[Reply]) -> str:
-    return "; ".join(f"{reply.url}: {reply.problem}" for reply in replies if reply.problem)

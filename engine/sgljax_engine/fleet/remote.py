@@ -13,7 +13,7 @@ import numpy as np
 from sgljax_engine.builder.sources import pick_dtype
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.errors import EngineStateError, InvalidConfigError, InvalidRequestError
-from sgljax_engine.fleet.client import FleetClient
+from sgljax_engine.fleet.client import FleetClient, problems
 from sgljax_engine.fleet.config import ADAPTER, FleetConfig, FleetError
 from sgljax_engine.fleet.loop_thread import LoopThread
 from sgljax_engine.fleet.publishing import WeightsPublisher
@@ -92,7 +92,7 @@ class RemoteEngine:
         self._fleet = fleet
         self._counts = FleetCounts()
         self._loop = LoopThread("sgljax-fleet")
-        self._client = self._loop.run(_make(FleetClient, fleet))
+        self._client = FleetClient(fleet)
         self._state = FleetState(self._client)
         self._sampler = FleetSampler(
             self._client,
@@ -139,10 +139,10 @@ class RemoteEngine:
             if len(found) >= needed:
                 return found
             if time.monotonic() > ends_s:
-                said = "; ".join(f"{r.url}: {r.problem}" for r in replies if r.problem)
                 raise FleetError(
                     f"{len(found)} of min_workers={needed} workers answered within "
-                    f"sync_timeout_s={self._fleet.sync_timeout_s}: {said or 'none is known'}"
+                    f"sync_timeout_s={self._fleet.sync_timeout_s}: "
+                    f"{problems(replies) or 'none is known'}"
                 )
             await asyncio.sleep(_POLL_S)
 
@@ -377,17 +377,8 @@ class RemoteEngine:
 
     async def _tell_all(self, path: str, body: Mapping[str, Any]) -> list[Any]:
         """Calls a route of all workers; FleetError if none could do it."""
-        urls = await self._client.worker_urls()
-        replies = await self._client.tell(urls, path, body, _CONTROL_TIMEOUT_S)
-        done = [reply.content for reply in replies if reply.problem is None]
-        if not done:
-            said = "; ".join(f"{reply.url}: {reply.problem}" for reply in replies)
-            raise FleetError(f"no worker did {path}: {said or 'none is known'}")
-        return done
+        replies = await self._client.tell_all(path, body, _CONTROL_TIMEOUT_S)
+        return [reply.content for reply in replies]
 
     async def _await(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         return await asyncio.wrap_future(self._loop.start(coroutine))
-
-
-async def _make(kind: Callable[[FleetConfig], _T], config: FleetConfig) -> _T:
-    return kind(config)

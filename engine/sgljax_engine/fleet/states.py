@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from sgljax_engine.fleet.client import FleetClient
-from sgljax_engine.fleet.config import FleetError
 from sgljax_engine.observability.combined import combine_counters, combine_states
 from sgljax_engine.observability.metrics import EngineCounters, EngineState, MemoryReport
 from sgljax_engine.observability.progress import EngineProgress
@@ -26,16 +25,8 @@ class FleetState:
         self._before: dict[str, EngineCounters] = {}  # of earlier lives
 
     async def read(self) -> EngineState:
-        urls = await self._client.worker_urls()
-        replies = await self._client.tell(urls, "/server_info", None, _TIMEOUT_S)
-        states = {
-            reply.url: _read_state(reply.content["internal_states"][0])
-            for reply in replies
-            if reply.problem is None
-        }
-        if not states:
-            said = "; ".join(f"{reply.url}: {reply.problem}" for reply in replies)
-            raise FleetError(f"no worker tells its state: {said or 'none is known'}")
+        replies = await self._client.tell_all("/server_info", None, _TIMEOUT_S)
+        states = {each.url: _read_state(each.content["internal_states"][0]) for each in replies}
         for url, state in states.items():
             newest = self._newest.get(url, EngineCounters())
             if state.counters.num_requests < newest.num_requests:
