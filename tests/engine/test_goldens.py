@@ -39,7 +39,7 @@ PORTABLE = (
     *("gemma4_multimodal_keys_as_values", "qwen3_moe_odd_sharded", "olmo2_yarn"),
     *("qwen3_5_equal_heads", "qwen3_next_tied"),
 )
-"""One for each mechanism of XLA's code: biases, windows and caps, keys, experts, norms of all heads, states."""
+"""One for each mechanism of XLA's code: biases, windows, caps, keys, experts, norms, states."""
 
 
 @pytest.fixture(scope="module", params=tiered(PLAIN, FAST, SLOW))

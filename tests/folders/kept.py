@@ -115,7 +115,7 @@ LENIENT = (
         "weights beside the language model, or their sizes, are not read",
     ),
     Difference(
-        r"'llama3': \{'original_max_position_embeddings'\}",
+        r"'(llama3|yarn)': \{'original_max_position_embeddings'\}",
         "gemma4 + rope: llama3 full",
         "the context's length, as transformers takes it for all other families",
     ),

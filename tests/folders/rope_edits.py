@@ -136,8 +136,8 @@ def _rope_edits() -> Iterator[Edit]:
         ),
         ("yarn, no factor", {"rope_scaling": {"rope_type": "yarn"}, "rope_theta": 2e4}),
         (
-            "yarn, not truncated",
-            {"rope_scaling": {**YARN, "truncate": False, "beta_fast": 8, "beta_slow": 2}},
+            "yarn, truncate=False",
+            {"rope_scaling": {**YARN, "truncate": False, "beta_fast": 4, "beta_slow": 0.25}},
         ),
         ("yarn, attention factor", {"rope_scaling": {**YARN, "attention_factor": 0.75}}),
         ("yarn, mscale", {"rope_scaling": {**YARN, "mscale": 1.4, "mscale_all_dim": 0.6}}),
@@ -257,8 +257,13 @@ def _rope_edits() -> Iterator[Edit]:
         ),
         ("yarn scaling", {"rope_theta": 2e4, "rope_scaling": YARN}),
         (
-            "yarn, not truncated",
-            {"rope_parameters": {FULL: {**YARN, "truncate": False}, SLIDING: nested()}},
+            "yarn, truncate=False",
+            {
+                "rope_parameters": {
+                    FULL: {**YARN, "rope_theta": 2e4, "truncate": False, "beta_slow": 0.25},
+                    SLIDING: nested(),
+                }
+            },
         ),
         (
             "partial 1.0",
