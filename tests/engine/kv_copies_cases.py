@@ -99,7 +99,7 @@ def check_memory(engine: Engine, model: ModelConfig, mesh: Mesh) -> None:
 
 
 def families() -> None:
-    """One kv head on all devices; of eight heads, windows and norms of all heads as transformers."""
+    """One kv head on all devices; of eight heads, windows, norms of all heads as transformers."""
     check_outputs(tiny(1))
     check_golden("qwen3_mqa_untied", mesh_of(1, 4))
     check_golden("gemma3_window", mesh_of(1, 4))
