@@ -140,6 +140,7 @@ class AttentionConfig:
             both are normalised.
         kv_layers: For each layer, the layer whose keys and values it reads; empty when each reads
             its own.
+        rope_layers: Whether each layer has the rotary embedding (SmolLM3); empty when all have.
     """
 
     scale: float | None = None
@@ -150,6 +151,7 @@ class AttentionConfig:
     full_kv: KVShape | None = None
     full_values_are_keys: bool = False
     kv_layers: tuple[int, ...] = ()
+    rope_layers: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises InvalidConfigError naming the field."""
@@ -179,6 +181,10 @@ class AttentionConfig:
     def slides(self, layer: int) -> bool:
         """Whether a layer's attention has the sliding window."""
         return bool(self.sliding_layers) and self.sliding_layers[layer]
+
+    def rotates(self, layer: int) -> bool:
+        """Whether a layer's queries and keys have the rotary embedding."""
+        return not self.rope_layers or self.rope_layers[layer]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -378,7 +384,7 @@ class ModelConfig:
         check_positive("rms_norm_eps", self.rms_norm_eps)
         if self.final_logit_softcap is not None:
             check_positive("final_logit_softcap", self.final_logit_softcap)
-        for name in ("sliding_layers", "kv_layers"):
+        for name in ("sliding_layers", "kv_layers", "rope_layers"):
             num_marked = len(getattr(self.attention, name))
             require(
                 num_marked in (0, self.num_layers),

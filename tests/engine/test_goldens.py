@@ -20,7 +20,10 @@ from tests.geometry import SMALL
 from tests.tiers import tiered
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-FAST = ("gemma2_window", "llama_scaled_untied", "qwen2_bias_untied", "qwen3_gqa_tied")
+FAST = (
+    *("gemma2_window", "llama_scaled_untied", "qwen2_bias_untied", "qwen3_gqa_tied"),
+    "smollm3_every_second",
+)
 """Those of the fast tier: what layers without experts and without shared keys have."""
 SLOW = (
     *("gemma_mqa", "gemma3_window", "gemma4_multimodal_keys_as_values", "gemma4_shared_keys"),

@@ -32,6 +32,7 @@ FOLDERS = {
     "mixtral": "mixtral_window",
     "olmo2": "olmo2_yarn",
     "olmo3": "olmo3_window",
+    "smollm3": "smollm3_every_second",
     "gemma": "gemma_mqa",
     "gemma2": "gemma2_window",
     "gemma3": "gemma3_window",
@@ -70,7 +71,8 @@ def test_llama_2_names_no_base():
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen2", "qwen3", "llama", "mistral", "mixtral", "olmo2", "gemma", "gemma2"]
+    "family",
+    ["qwen2", "qwen3", "llama", "mistral", "mixtral", "olmo2", "smollm3", "gemma", "gemma2"],
 )
 def test_default_rope_of_both_generations(family):
     new = read(family, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
@@ -182,6 +184,29 @@ def test_gemma2_attention():
     assert full.attention.sliding_window is None
 
 
+def test_smollm3_rotates_in_some_layers():
+    """Entries of `no_rope_layers` are 1 where there is a rotary embedding."""
+
+    def rotates(**changes):
+        config = config_of("smollm3", num_hidden_layers=5, **{"layer_types": None, **changes})
+        return model_config_from_hf(config).attention.rope_layers
+
+    without = {"no_rope_layers": None, "no_rope_layer_interval": None}
+    assert read("smollm3").attention == AttentionConfig(rope_layers=(True, False))
+    assert rotates(**without) == (True, True, True, False, True)
+    assert rotates(**{**without, "no_rope_layer_interval": 2}) == (True, False, True, False, True)
+    assert rotates(no_rope_layers=[0, 1, 1, 0, 0, 1]) == (False, True, True, False, False)
+    plain = legacy("smollm3", rope_scaling=None, rope_theta=None)
+    assert read("smollm3", **plain).rope == RopeConfig(theta=2e6)
+    for wrong in ([1, 0], [1, 0, 2, 1, 1], "10101"):
+        with pytest.raises(InvalidConfigError, match=r"no_rope_layers .*num_hidden_layers \(5\)"):
+            rotates(no_rope_layers=wrong)
+    with pytest.raises(InvalidConfigError, match="no_rope_layer_interval must be an integer >= 1"):
+        rotates(**{**without, "no_rope_layer_interval": 0})
+    with pytest.raises(UnsupportedModelError, match="use_sliding_window=True"):
+        rotates(use_sliding_window=True)
+
+
 def test_mistral_slides_in_all_layers_or_in_none():
     """Without `sliding_window` the window is the default of transformers, and null is none."""
     sliding = (True, True)
@@ -216,7 +241,10 @@ def test_olmo3_stretches_layers_with_full_attention_alone():
             read("olmo3", **legacy("olmo3") | changes)
 
 
-@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", False), ("gemma2", True)])
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [("llama", False), ("qwen2", False), ("gemma2", True), ("smollm3", True)],
+)
 def test_embeddings_are_tied_as_the_family_does_by_default(family, tied):
     assert read(family, tie_word_embeddings=None).tie_word_embeddings is tied
     assert read(family, tie_word_embeddings=not tied).tie_word_embeddings is not tied

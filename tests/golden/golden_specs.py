@@ -106,6 +106,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
     "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
     "olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM),
+    "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
     "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM),
     "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
     "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
@@ -312,6 +313,16 @@ SPECS = (
         tied=True,
         rope_theta=500_000.0,
         rms_norm_eps=1e-5,
+    ),
+    # Its second layer has no rotary embedding; by the default interval it would have one.
+    GoldenSpec(
+        name="every_second",
+        family="smollm3",
+        **_shape(112, 32, 48, num_layers=2, heads=(4, 2, 8)),
+        tied=True,
+        rope_theta=10_000.0,
+        settings={"no_rope_layer_interval": 2},
+        wrong_settings=(("no_rope_layers", [1, 1]), ("no_rope_layers", [0, 1])),
     ),
     # Llama 3.1 in transformers 4's words; of the 8 timescales each of the three kinds is there.
     GoldenSpec(

@@ -65,12 +65,12 @@ def decoder(
 class _LayerKind(NamedTuple):
     """Static facts of a layer beside the shapes of its weights.
 
-    `rope` is the rotary embedding with its head_dim. It may own no keys and values but read another
-    layer's, or have a recurrent state instead of all this.
+    `rope` is the rotary embedding, None for none, with its head_dim. The layer may own no keys and
+    values but read another layer's, or have a recurrent state instead of all this.
     """
 
     options: AttentionOptions
-    rope: tuple[RopeConfig, int]
+    rope: tuple[RopeConfig | None, int]
     head_dim: int
     owns_kv: bool
     has_state: bool = False
@@ -124,9 +124,10 @@ class _Layers(NamedTuple):
         slides = attention.slides(index)
         scale = config.head_dim**-0.5 if attention.scale is None else attention.scale
         window = attention.sliding_window if slides else None
+        rope = (attention.sliding_rope if slides else None) or config.rope
         return _LayerKind(
             AttentionOptions(scale, window, attention.logit_softcap),
-            ((attention.sliding_rope if slides else None) or config.rope, kv.head_dim),
+            (rope if attention.rotates(index) else None, kv.head_dim),
             kv.head_dim,
             config.kv_layer(index) == index,
             config.has_state(index),
@@ -222,8 +223,14 @@ class _Layers(NamedTuple):
         assert self.kind is not None
         has_values = "self_attn.v_proj.weight" in self.params
         is_plain = not self.traits.has_value_norm and not self.traits.has_output_gate
-        turns = self.kind.rope[0].rotary_dim is None
-        return self.kind.owns_kv and has_values and is_plain and turns
+        return self.kind.owns_kv and has_values and is_plain and self.rotary_dim is None
+
+    @property
+    def rotary_dim(self) -> int | None:
+        """The first channels of a head, which alone turn; None if all do, or none does."""
+        assert self.kind is not None
+        rope, _ = self.kind.rope
+        return None if rope is None else rope.rotary_dim
 
     @property
     def normalizes_heads(self) -> bool:
@@ -311,8 +318,7 @@ class _Layers(NamedTuple):
 
         Tables of a partial embedding are for those channels.
         """
-        assert self.kind is not None
-        kernels, size = self.context.kernels, self.kind.rope[0].rotary_dim
+        kernels, size = self.context.kernels, self.rotary_dim
         if size is None:
             return kernels.rotate(x, norm, sin, cos)
         if norm is not None:
@@ -414,8 +420,10 @@ class _Layers(NamedTuple):
     def norm_offset(self) -> float:
         return norm_offset(self.context.config, self.traits)
 
-    def rope_tables(self, rope: RopeConfig, head_dim: int) -> Rope:
+    def rope_tables(self, rope: RopeConfig | None, head_dim: int) -> Rope:
         def timescales() -> jax.Array:
+            if rope is None:  # all angles are 0, which changes no bit
+                return jnp.full(head_dim // 2, jnp.inf)
             found = rope_timescales(rope.rotary_dim or head_dim, rope.theta)
             if rope.linear_factor != 1.0:
                 found = found * rope.linear_factor

@@ -36,6 +36,7 @@ MODELS: dict[str, ModelDefinition] = {
     "Qwen3_5MoeForCausalLM": qwen_hybrid.QWEN3_5_MOE,
     "Qwen3_5MoeForConditionalGeneration": qwen_hybrid.QWEN3_5_MOE_MULTIMODAL,
     "Qwen3MoeForCausalLM": qwen.QWEN3_MOE,
+    "SmolLM3ForCausalLM": llama.SMOLLM3,
 }
 
 
@@ -60,6 +61,7 @@ _OF_TYPES = {
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
 }
 """Architecture of a config that names none, or the class without a head, by `model_type`."""
 
