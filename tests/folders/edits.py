@@ -18,7 +18,8 @@ ABSENT = object()
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
-PLAIN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "mixtral", "olmo2")
+PLAIN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2")
+PLAIN += ("mixtral", "olmo2", "smollm3")
 """Families with one rotary embedding, of whole heads."""
 HYBRID = tuple(name for name in FAMILIES if name.startswith(("qwen3_5", "qwen3_next")))
 GEMMA3 = ("gemma3", "gemma3_multimodal")
@@ -77,7 +78,7 @@ def _setting_edits() -> Iterator[Edit]:
     yield from each("sizes", ("llama", "gemma3"), "num_hidden_layers", 0, 1, 3, "2")
     yield from each("sizes", ("mistral",), "intermediate_size", 0, 47, None)
     bias = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma3", "qwen3_5")
-    bias += ("mixtral", "olmo2", "olmo3")
+    bias += ("mixtral", "olmo2", "olmo3", "smollm3")
     yield from each("bias", bias, "attention_bias", None, False)
     yield from each("bias", ("llama", "qwen3", "gemma2"), "mlp_bias", False, None)
     quiet = ("qwen2", "qwen3", "qwen3_moe")
@@ -100,6 +101,8 @@ def _setting_edits() -> Iterator[Edit]:
     yield from each("experts", ("mixtral",), "num_experts_per_tok", 1, 4, ABSENT, None)
     yield from each("experts", ("mixtral",), "num_local_experts", ABSENT, 3)
     yield from each("experts", ("mixtral",), "norm_topk_prob", False)
+    yield from each("nope", ("smollm3",), "no_rope_layers", ABSENT, None, [0, 1], [1], [1, 0, 1])
+    yield from each("nope", ("smollm3",), "no_rope_layers", [1, 2], [True, False], "10")
     yield from each("sparse", ("qwen3_moe", "qwen3_next"), "decoder_sparse_step", 2, 0, None)
     yield from each("sparse", ("qwen3_moe", "qwen3_next"), "mlp_only_layers", [0], None, [])
     yield from each("nets", ("qwen3_next", "qwen3_5"), "linear_conv_kernel_dim", 0, 3, "4")
@@ -278,6 +281,8 @@ def _layer_edits() -> Iterator[Edit]:
     pattern = {"layer_types": ABSENT, "sliding_window_pattern": 2}
     yield Edit("sliding_window_pattern=2", "layers", WINDOWED, functools.partial(_put, **pattern))
     hidden = functools.partial(_put, layer_types=ABSENT, full_attention_interval=2)
+    interval = functools.partial(_put, no_rope_layers=ABSENT, no_rope_layer_interval=2)
+    yield Edit("no_rope_layer_interval=2", "layers", ("smollm3",), interval)
     yield Edit("full_attention_interval=2", "layers", HYBRID, hidden)
 
 
@@ -321,10 +326,10 @@ def _size_edits() -> Iterator[Edit]:
 
     heads, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
     own = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3", "gemma4", "mistral")
-    own += ("mixtral", "olmo2", "olmo3")
+    own += ("mixtral", "olmo2", "olmo3", "smollm3")
     for field, families, modules in (
         ("attention_bias", (*own, "qwen3_5", "qwen3_next"), heads),
-        ("mlp_bias", ("llama", "qwen3"), mlp),
+        ("mlp_bias", ("llama", "qwen3", "smollm3"), mlp),
     ):
         for is_stored in (True, False):
             edit = functools.partial(_call, biased, field, modules, is_stored)

@@ -353,6 +353,12 @@ FAMILIES: dict[str, Family] = {
         {**_LLAMA, **_ROPE, **_UNTIED, "num_local_experts": EXPERTS, "num_experts_per_tok": 2},
         _mixtral_layer,
     ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        "smollm3",
+        {**_LLAMA, **_ROPE, **_TIED, "no_rope_layers": [1, 0], "pad_token_id": 0},
+        _llama_layer,
+    ),
     "olmo2": Family("Olmo2ForCausalLM", "olmo2", {**_LLAMA, **_ROPE, **_UNTIED}, _olmo_layer),
     "olmo3": Family(
         "Olmo3ForCausalLM",

@@ -438,8 +438,10 @@ class _Layers(NamedTuple):
             return found
 
         sin, cos = self.context.kernels.rope_tables(self.tokens.positions, timescales)
+        if rope is None or rope.attention_factor == 1.0:
+            return sin, cos
         factor = jnp.asarray(rope.attention_factor, sin.dtype)
-        return (sin, cos) if rope.attention_factor == 1.0 else (sin * factor, cos * factor)
+        return sin * factor, cos * factor
 
 
 def _adapter_change(
