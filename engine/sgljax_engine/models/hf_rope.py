@@ -75,6 +75,16 @@ def read_layer_rope(hf: HfConfig, kind: str, theta: float) -> RopeConfig:
     settings = {"rope_theta": theta, **(nested.get(kind) or {})}
     if kind == FULL:
         settings |= hf.get("rope_scaling") or {}
+    return parse_layer_rope(settings, hf)
+
+
+def parse_layer_rope(settings: HfConfig, hf: HfConfig) -> RopeConfig:
+    """Parses the embedding of one type of layer."""
+    if settings.get("truncate") not in (None, True):
+        raise UnsupportedModelError(
+            f"truncate={settings['truncate']!r} is not supported where types of layers have "
+            "embeddings of their own: transformers ignores it there"
+        )
     return parse_rope(settings, hf)
 
 
