@@ -258,7 +258,8 @@ _YARN = {
     "rope_theta": 10_000.0,
     "factor": 4.0,
     "original_max_position_embeddings": 32,
-    "beta_fast": 4.0,
+    "beta_slow": 0.25,
+    "truncate": False,
     "attention_factor": 1.4,
 }
 _OLMO_NORMS = tuple(
@@ -591,7 +592,8 @@ SPECS = (
             ("rope_parameters", {"rope_type": "default", "rope_theta": 10_000.0}),
             ("rope_parameters", _YARN | {"factor": 2.0}),
             ("rope_parameters", _YARN | {"attention_factor": 1.0}),
-            ("rope_parameters", _YARN | {"beta_fast": 32.0}),
+            ("rope_parameters", _YARN | {"beta_slow": 1.0}),
+            ("rope_parameters", _YARN | {"truncate": True}),
             ("rope_parameters", _YARN | {"original_max_position_embeddings": 128}),
         ),
         wrong_weights=_OLMO_NORMS,

@@ -98,7 +98,9 @@ def _rope(config: hf.HfConfig, kind: str) -> RopeConfig:
         raise UnsupportedModelError(
             f"rope_scaling={config['rope_scaling']!r} is not supported, only rope_parameters"
         )
-    return _DEFAULT_ROPES[kind] if nested is None else parse_rope(hf.require(nested, kind), config)
+    if nested is None:
+        return _DEFAULT_ROPES[kind]
+    return parse_layer_rope(hf.require(nested, kind), config)
 
 
 def _attention(config: hf.HfConfig) -> AttentionConfig:
