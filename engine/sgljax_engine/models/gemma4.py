@@ -15,7 +15,7 @@ from sgljax_engine.errors import UnsupportedModelError
 from sgljax_engine.model_config import AttentionConfig, KVShape, ModelConfig, MoEConfig, RopeConfig
 from sgljax_engine.models import gemma, hf
 from sgljax_engine.models.decoder import decoder
-from sgljax_engine.models.hf_rope import parse_rope
+from sgljax_engine.models.hf_rope import parse_layer_rope
 
 _SLIDING_PATTERN = 6
 _TEXT_DEFAULTS = {
