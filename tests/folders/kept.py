@@ -61,6 +61,7 @@ REFUSED = (
         "olmo3 + rope: yarn, truncate=False",
         "a range of YaRN that transformers ignores where it is nested",
     ),
+    Difference(r"^no_rope_layers must be", "smollm3 + no_rope_layers=[1, 2]", _RANGE),
     Difference(r"^beta_fast must be at least", "llama + rope: yarn, betas crossed", _RANGE),
     Difference(r"is mapped by no rule", "llama + files: unexpected bias", _DROPPED),
     Difference(
@@ -117,6 +118,11 @@ LENIENT = (
         r"'rms_norm_eps' expected float, got int|logit_softcapping' with value 5 ",
         "llama + rms_norm_eps=1",
         "JSON has one kind of number: 1 is 1.0",
+    ),
+    Difference(
+        r"'no_rope_layers' with value \[True",
+        "smollm3 + no_rope_layers=[True, False]",
+        "true and false are 1 and 0",
     ),
     Difference(r"^missing", "gemma3 + files: text named model.language_model.", _NAMES),
     Difference(
