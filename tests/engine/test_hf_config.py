@@ -223,7 +223,7 @@ def test_mistral_slides_in_all_layers_or_in_none():
 
 
 def test_olmo3_stretches_layers_with_full_attention_alone():
-    """As of transformers 5.13; earlier versions wrote one embedding, and had it in all layers."""
+    """Versions of transformers before 5.13 wrote one embedding, and had it in all layers."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
     old = read("olmo3", **legacy("olmo3", rope_theta=5e5, rope_scaling=yarn))
     assert old.rope.yarn is not None

@@ -23,7 +23,7 @@ _OLMO3_DEFAULTS = {**_DEFAULTS, "sliding_window": 4096}
 """Settings that a config may leave out, of transformers' classes."""
 
 _PATTERN, _THETA = 4, 500_000.0
-"""Of OLMo 3: every fourth layer has full attention; the base that a config need not name."""
+"""Every fourth layer of OLMo 3 has full attention; the base that its config need not name."""
 
 
 def _olmo2_config(config: hf.HfConfig) -> ModelConfig:
