@@ -128,11 +128,15 @@ class _Specs(NamedTuple):
         has_bias = config.attention_bias
         self.project(f"{name}.o_proj", num_out, dim, ("heads", None), has_bias=has_bias)
         if self.traits.has_qk_norm:
-            is_whole = self.traits.normalizes_whole_qk
-            self.norm(f"{name}.q_norm", *((num_out, "heads") if is_whole else (kv.head_dim,)))
+            self.qk_norm(f"{name}.q_norm", kv.head_dim, config.num_heads, "heads")
             if owns_kv:
-                whole = (kv.num_heads * kv.head_dim, KVHeads(kv.num_heads))
-                self.norm(f"{name}.k_norm", *(whole if is_whole else (kv.head_dim,)))
+                self.qk_norm(f"{name}.k_norm", kv.head_dim, kv.num_heads, KVHeads(kv.num_heads))
+
+    def qk_norm(self, name: str, head_dim: int, num_heads: int, axis: ParamAxis) -> None:
+        if self.traits.normalizes_whole_qk:
+            self.norm(name, num_heads * head_dim, axis)
+        else:
+            self.norm(name, head_dim)
 
     def heads(self, name: str, size: int, axis: ParamAxis) -> None:
         has_bias = self.traits.has_qkv_bias or self.config.attention_bias
