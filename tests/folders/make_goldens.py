@@ -105,6 +105,7 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     known: dict[str, dict[str, Any]] = {}
+    stored = np.empty(0)
     if args.add:
         with np.load(OUT, allow_pickle=False) as file:
             known, stored = json.loads(file["facts"].tobytes()), file["logprobs"]
