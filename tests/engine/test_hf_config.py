@@ -204,7 +204,7 @@ def test_smollm3_rotates_in_some_layers():
     with pytest.raises(InvalidConfigError, match="no_rope_layer_interval must be an integer >= 1"):
         rotates(**{**without, "no_rope_layer_interval": 0})
     with pytest.raises(UnsupportedModelError, match="use_sliding_window=True"):
-        rotates(use_sliding_window=True)
+        rotates(**without, use_sliding_window=True)
 
 
 def test_mistral_slides_in_all_layers_or_in_none():
@@ -316,7 +316,7 @@ def test_biases_are_those_of_the_familys_class(family, name, caplog):
     """Where transformers' class has no such setting, it has no effect, and a warning says so."""
     without = {
         "attention_bias": ("mistral", "mixtral", "qwen2"),
-        "mlp_bias": FOLDERS.keys() - {"llama"},
+        "mlp_bias": FOLDERS.keys() - {"llama", "smollm3"},
     }
     has_effect = family not in without[name]
     assert getattr(read(family, **{name: True}), name) is has_effect
