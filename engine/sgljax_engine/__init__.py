@@ -58,6 +58,7 @@ from sgljax_engine.model_config import (
     MoEConfig,
     RopeConfig,
     ScaleConfig,
+    YarnScaling,
 )
 from sgljax_engine.observability.metrics import EngineCounters, EngineState, MemoryReport
 from sgljax_engine.observability.progress import EngineProgress, ProgressListener
@@ -186,6 +187,7 @@ __all__ = [
     "WeightStoreError",
     "WeightSyncError",
     "WeightsLostError",
+    "YarnScaling",
     "check_model_folder",
     "derive_seed",
     "find_tokenizer_difference",

@@ -20,11 +20,14 @@ from tests.geometry import SMALL
 from tests.tiers import tiered
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-FAST = ("gemma2_window", "llama_scaled_untied", "qwen2_bias_untied", "qwen3_gqa_tied")
+FAST = (
+    *("gemma2_window", "llama_scaled_untied", "qwen2_bias_untied", "qwen3_gqa_tied"),
+    "smollm3_every_second",
+)
 """Those of the fast tier: what layers without experts and without shared keys have."""
 SLOW = (
     *("gemma_mqa", "gemma3_window", "gemma4_multimodal_keys_as_values", "gemma4_shared_keys"),
-    *("mistral_window", "qwen3_moe_odd_sharded"),
+    *("mistral_window", "qwen3_moe_odd_sharded", "mixtral_window", "olmo2_yarn", "olmo3_window"),
 )
 """Those of the slow tier: with these each family has one. The others are of the soak."""
 
@@ -36,10 +39,10 @@ PLAIN = [name for name in FOLDERS if not name.startswith(("qwen3_next", "qwen3_5
 
 PORTABLE = (
     *("qwen2_bias_untied", "gemma2_window", "gemma4_shared_keys"),
-    *("gemma4_multimodal_keys_as_values", "qwen3_moe_odd_sharded"),
+    *("gemma4_multimodal_keys_as_values", "qwen3_moe_odd_sharded", "olmo2_yarn"),
     *("qwen3_5_equal_heads", "qwen3_next_tied"),
 )
-"""One for each mechanism of XLA's code: biases, windows and caps, keys, experts, states."""
+"""One for each mechanism of XLA's code: biases, windows, caps, keys, experts, norms, states."""
 
 
 @pytest.fixture(scope="module", params=tiered(PLAIN, FAST, SLOW))

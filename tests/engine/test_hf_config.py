@@ -17,6 +17,7 @@ from sgljax_engine import (
     MoEConfig,
     RopeConfig,
     UnsupportedModelError,
+    YarnScaling,
     model_config_from_hf,
 )
 from sgljax_engine.layers.rope import rope_timescales, stretch_llama3
@@ -28,6 +29,10 @@ FOLDERS = {
     "qwen3_moe": "qwen3_moe_normalised",
     "llama": "llama_tied",
     "mistral": "mistral_window",
+    "mixtral": "mixtral_window",
+    "olmo2": "olmo2_yarn",
+    "olmo3": "olmo3_window",
+    "smollm3": "smollm3_every_second",
     "gemma": "gemma_mqa",
     "gemma2": "gemma2_window",
     "gemma3": "gemma3_window",
@@ -65,7 +70,10 @@ def test_llama_2_names_no_base():
     assert read("llama", **old).rope == RopeConfig(theta=10_000.0)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen2", "qwen3", "llama", "mistral", "mixtral", "olmo2", "smollm3", "gemma", "gemma2"],
+)
 def test_default_rope_of_both_generations(family):
     new = read(family, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     assert new.rope == RopeConfig(theta=5e5)
@@ -86,6 +94,37 @@ def test_scaled_rope_of_both_generations(family, kind):
     linear = {kind: "linear", "factor": 2}
     expected = RopeConfig(theta=5e5, linear_factor=2.0)
     assert read(family, **legacy(family, rope_theta=5e5, rope_scaling=linear)).rope == expected
+
+
+def test_yarn_extends_the_context():
+    """As model cards add it, max_position_embeddings stays as it was."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    model = read("qwen3", **legacy("qwen3", rope_theta=5e5, rope_scaling=yarn))
+    scaling = YarnScaling(factor=4.0, beta_fast=32, beta_slow=1, original_context_length=32)
+    expected = RopeConfig(theta=5e5, yarn=scaling, attention_factor=0.1 * np.log(4) + 1)
+    assert model.rope == expected
+    assert model.context_length == max(128, read("qwen3").context_length)
+    assert read("qwen3", max_position_embeddings=40, rope_scaling=yarn).context_length == 128
+    with pytest.raises(InvalidConfigError, match=r"beta_fast must be at least beta_slow \(1.0\)"):
+        read("qwen3", rope_scaling=yarn | {"beta_fast": 0.5})
+
+
+def test_dynamic_rope_is_plain_within_the_context():
+    """transformers stretches sequences longer than max_position_embeddings alone."""
+    settings = legacy("llama", rope_theta=5e5, rope_scaling={"type": "dynamic", "factor": 2})
+    assert read("llama", **settings).rope == RopeConfig(theta=5e5)
+
+
+def test_longrope_is_read_within_its_original_context():
+    channels = [1.0 + i for i in range(read("llama").head_dim // 2)]
+    longrope = {"type": "longrope", "short_factor": channels, "long_factor": channels}
+    settings = legacy("llama", rope_theta=5e5, rope_scaling=longrope, max_position_embeddings=64)
+    assert read("llama", **settings).rope == RopeConfig(theta=5e5, channel_factors=tuple(channels))
+    beyond = settings | {"max_position_embeddings": 128, "original_max_position_embeddings": 64}
+    with pytest.raises(UnsupportedModelError, match="Set max_position_embeddings to 64"):
+        read("llama", **beyond)
+    with pytest.raises(InvalidConfigError, match=r"len\(channel_factors\) must be one for each"):
+        read("llama", **settings | {"rope_scaling": longrope | {"short_factor": [1.0]}})
 
 
 def test_gemma3_of_both_generations():
@@ -145,6 +184,29 @@ def test_gemma2_attention():
     assert full.attention.sliding_window is None
 
 
+def test_smollm3_rotates_in_some_layers():
+    """Entries of `no_rope_layers` are 1 where there is a rotary embedding."""
+
+    def rotates(**changes):
+        config = config_of("smollm3", num_hidden_layers=5, **{"layer_types": None, **changes})
+        return model_config_from_hf(config).attention.rope_layers
+
+    without = {"no_rope_layers": None, "no_rope_layer_interval": None}
+    assert read("smollm3").attention == AttentionConfig(rope_layers=(True, False))
+    assert rotates(**without) == (True, True, True, False, True)
+    assert rotates(**{**without, "no_rope_layer_interval": 2}) == (True, False, True, False, True)
+    assert rotates(no_rope_layers=[0, 1, 1, 0, 0, 1]) == (False, True, True, False, False)
+    plain = legacy("smollm3", rope_scaling=None, rope_theta=None)
+    assert read("smollm3", **plain).rope == RopeConfig(theta=2e6)
+    for wrong in ([1, 0], [1, 0, 2, 1, 1], "10101"):
+        with pytest.raises(InvalidConfigError, match=r"no_rope_layers .*num_hidden_layers \(5\)"):
+            rotates(no_rope_layers=wrong)
+    with pytest.raises(InvalidConfigError, match="no_rope_layer_interval must be an integer >= 1"):
+        rotates(**{**without, "no_rope_layer_interval": 0})
+    with pytest.raises(UnsupportedModelError, match="use_sliding_window=True"):
+        rotates(**without, use_sliding_window=True)
+
+
 def test_mistral_slides_in_all_layers_or_in_none():
     """Without `sliding_window` the window is the default of transformers, and null is none."""
     sliding = (True, True)
@@ -160,7 +222,29 @@ def test_mistral_slides_in_all_layers_or_in_none():
         model_config_from_hf(null | {"layer_types": ["sliding_attention"] * 2})
 
 
-@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", False), ("gemma2", True)])
+def test_olmo3_stretches_layers_with_full_attention_alone():
+    """Versions of transformers before 5.13 wrote one embedding, and had it in all layers."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    old = read("olmo3", **legacy("olmo3", rope_theta=5e5, rope_scaling=yarn))
+    assert old.rope.yarn is not None
+    assert old.attention.sliding_layers == (True, True, True, False)
+    assert old.attention.sliding_rope == read("olmo3").rope == RopeConfig(theta=5e5)
+    named = {"full_attention": yarn, "sliding_attention": {"rope_theta": 1e4}}
+    new = read("olmo3", rope_parameters=named)
+    assert new.rope == old.rope
+    assert new.attention.sliding_rope == RopeConfig(theta=1e4)
+    for changes, message in (
+        ({"rope_theta": 1e4}, "rope_theta=10000.0 is not supported, only 500000.0"),
+        ({"rope_parameters": yarn}, "transformers would ignore these settings"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=message):
+            read("olmo3", **legacy("olmo3") | changes)
+
+
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [("llama", False), ("qwen2", False), ("gemma2", True), ("smollm3", True)],
+)
 def test_embeddings_are_tied_as_the_family_does_by_default(family, tied):
     assert read(family, tie_word_embeddings=None).tie_word_embeddings is tied
     assert read(family, tie_word_embeddings=not tied).tie_word_embeddings is not tied
@@ -207,7 +291,7 @@ EVERYWHERE = (
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     ({"quantization_config": {"bits": 4}}, "quantization_config=.*bits"),
     ({"hidden_activation": "gelu", "hidden_act": "gelu"}, "hidden_act.*='gelu'"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "rope_type='yarn'"),
+    ({"rope_scaling": {"rope_type": "spiral", "factor": 2}}, "rope_type='spiral'"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 2, "short_factor": 3}}, "short_factor=3"),
     ({"layer_types": ["chunked_attention"] * 3}, "layer_types 'chunked_attention'"),
 )
@@ -230,7 +314,10 @@ def test_windows_are_switched_on_for_qwen_alone(family):
 @pytest.mark.parametrize("family", FOLDERS)
 def test_biases_are_those_of_the_familys_class(family, name, caplog):
     """Where transformers' class has no such setting, it has no effect, and a warning says so."""
-    without = {"attention_bias": ("mistral", "qwen2"), "mlp_bias": FOLDERS.keys() - {"llama"}}
+    without = {
+        "attention_bias": ("mistral", "mixtral", "qwen2"),
+        "mlp_bias": FOLDERS.keys() - {"llama", "smollm3"},
+    }
     has_effect = family not in without[name]
     assert getattr(read(family, **{name: True}), name) is has_effect
     assert ("has no effect" in caplog.text) is not has_effect

@@ -33,7 +33,11 @@ BACKENDS = {
     "xla": {"linear_backend": "xla"},
     "all_xla": {"linear_backend": "xla", "attention_backend": "xla"},
 }
-TIED = dataclasses.replace(TINY, tie_word_embeddings=True)
+MODELS = {
+    "untied": TINY,
+    "tied": dataclasses.replace(TINY, tie_word_embeddings=True),
+    "olmo": dataclasses.replace(TINY, architecture="Olmo2ForCausalLM"),
+}
 PROMPTS = random_prompts(6, 5, 40)
 
 
@@ -59,29 +63,30 @@ def scores(model, weights, **options):
 
 
 @functools.cache
-def _floats(is_tied):
+def _floats(name):
     """Scores and tokens of the rounded weights, and scores of the plain ones, in float32."""
-    model = TIED if is_tied else TINY
+    model = MODELS[name]
     weights = spread_weights(model)
     plain, _ = scores(model, weights)
     return *scores(model, rounded(model, weights)), plain
 
 
 @pytest.mark.parametrize(
-    ("is_tied", "backend"),
+    ("name", "backend"),
     [
-        (False, "native"),
-        pytest.param(True, "native", marks=pytest.mark.soak),
-        pytest.param(True, "xla", marks=pytest.mark.soak),
-        pytest.param(False, "all_xla", marks=pytest.mark.soak),
+        ("untied", "native"),
+        pytest.param("tied", "native", marks=pytest.mark.soak),
+        pytest.param("tied", "xla", marks=pytest.mark.soak),
+        pytest.param("untied", "all_xla", marks=pytest.mark.soak),
+        pytest.param("olmo", "native", marks=pytest.mark.soak),
     ],
 )
-def test_is_the_rounded_model(is_tied, backend):
+def test_is_the_rounded_model(name, backend):
     if backend == "native" and chain.unavailable() is not None:
         pytest.skip(f"no JIT-compiled CPU kernels here: {chain.unavailable()}")
-    model = TIED if is_tied else TINY
+    model = MODELS[name]
     found, tokens = scores(model, spread_weights(model), **INT8, **BACKENDS[backend])
-    wanted, expected, plain = _floats(is_tied)
+    wanted, expected, plain = _floats(name)
     np.testing.assert_allclose(found, wanted, atol=2e-5)
     assert tokens == expected
     assert np.abs(plain - wanted).max() > 1e-3, "rounding shows"

@@ -78,7 +78,7 @@ class GoldenSpec:
     @property
     def has_experts(self) -> bool:
         """Whether MLPs are mixtures of experts."""
-        return "_moe" in self.family or self.family == "qwen3_next"
+        return "_moe" in self.family or self.family in ("qwen3_next", "mixtral")
 
     @property
     def is_hybrid(self) -> bool:
@@ -103,6 +103,10 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+    "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
+    "olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM),
+    "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
     "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM),
     "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
     "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
@@ -249,6 +253,19 @@ def _shape(
 
 
 _MLP = ("gate", "up", "down")
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_slow": 0.25,
+    "truncate": False,
+    "attention_factor": 1.4,
+}
+_OLMO_NORMS = tuple(
+    f"{name}.weight"
+    for name in ("q_norm", "k_norm", "post_attention_layernorm", "post_feedforward_layernorm")
+)
 
 SPECS = (
     GoldenSpec(
@@ -297,6 +314,16 @@ SPECS = (
         tied=True,
         rope_theta=500_000.0,
         rms_norm_eps=1e-5,
+    ),
+    # Its second layer has no rotary embedding; by the default interval it would have one.
+    GoldenSpec(
+        name="every_second",
+        family="smollm3",
+        **_shape(112, 32, 48, num_layers=2, heads=(4, 2, 8)),
+        tied=True,
+        rope_theta=10_000.0,
+        settings={"no_rope_layer_interval": 2},
+        wrong_settings=(("no_rope_layers", [1, 1]), ("no_rope_layers", [0, 1])),
     ),
     # Llama 3.1 in transformers 4's words; of the 8 timescales each of the three kinds is there.
     GoldenSpec(
@@ -543,6 +570,47 @@ SPECS = (
         settings=_moe(num_experts=8, per_token=2, width=24, norm_topk_prob=True),
         wrong_settings=(("num_experts_per_tok", 1), ("norm_topk_prob", False)),
         wrong_weights=("mlp.gate.weight", "q_norm.weight", "k_norm.weight"),
+    ),
+    GoldenSpec(
+        name="window",
+        family="mixtral",
+        **_shape(96, 32, 24, num_layers=2, heads=(4, 2, 8)),
+        tied=False,
+        rope_theta=50_000.0,
+        settings={"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 13},
+        wrong_settings=(("num_experts_per_tok", 1), ("sliding_window", None)),
+        wrong_weights=("mlp.gate.weight",),
+    ),
+    GoldenSpec(
+        name="yarn",
+        family="olmo2",
+        **_shape(96, 32, 40, num_layers=2, heads=(4, 2, 8)),
+        tied=False,
+        rope_theta=10_000.0,
+        rope=_YARN,
+        wrong_settings=(
+            ("rope_parameters", {"rope_type": "default", "rope_theta": 10_000.0}),
+            ("rope_parameters", _YARN | {"factor": 2.0}),
+            ("rope_parameters", _YARN | {"attention_factor": 1.0}),
+            ("rope_parameters", _YARN | {"beta_slow": 1.0}),
+            ("rope_parameters", _YARN | {"truncate": True}),
+            ("rope_parameters", _YARN | {"original_max_position_embeddings": 128}),
+        ),
+        wrong_weights=_OLMO_NORMS,
+    ),
+    # Made by transformers 5.12, which has one embedding for both types of layer.
+    GoldenSpec(
+        name="window",
+        family="olmo3",
+        **_shape(96, 32, 40, num_layers=4, heads=(4, 4, 8)),
+        tied=False,
+        rope_theta=500_000.0,
+        settings={"sliding_window": 13},
+        wrong_settings=(
+            ("sliding_window", 12),
+            ("layer_types", [_SLIDING, _SLIDING, _FULL, _FULL]),
+        ),
+        wrong_weights=_OLMO_NORMS,
     ),
     # Nothing divides anything: heads 3 to 1, 5 experts of 20 channels, 3 of them for a token.
     GoldenSpec(

@@ -22,6 +22,7 @@ from sgljax_engine.layers.rope import (
     keep_fastest,
     rope_timescales,
     stretch_llama3,
+    stretch_yarn,
 )
 from sgljax_engine.model_config import ModelConfig, RopeConfig
 from sgljax_engine.models.decoder_params import DecoderTraits, norm_offset, param_specs
@@ -64,12 +65,12 @@ def decoder(
 class _LayerKind(NamedTuple):
     """Static facts of a layer beside the shapes of its weights.
 
-    `rope` is the rotary embedding with its head_dim. It may own no keys and values but read another
-    layer's, or have a recurrent state instead of all this.
+    `rope` is the rotary embedding, None for none, with its head_dim. The layer may own no keys and
+    values but read another layer's, or have a recurrent state instead of all this.
     """
 
     options: AttentionOptions
-    rope: tuple[RopeConfig, int]
+    rope: tuple[RopeConfig | None, int]
     head_dim: int
     owns_kv: bool
     has_state: bool = False
@@ -123,9 +124,10 @@ class _Layers(NamedTuple):
         slides = attention.slides(index)
         scale = config.head_dim**-0.5 if attention.scale is None else attention.scale
         window = attention.sliding_window if slides else None
+        rope = (attention.sliding_rope if slides else None) or config.rope
         return _LayerKind(
             AttentionOptions(scale, window, attention.logit_softcap),
-            ((attention.sliding_rope if slides else None) or config.rope, kv.head_dim),
+            (rope if attention.rotates(index) else None, kv.head_dim),
             kv.head_dim,
             config.kv_layer(index) == index,
             config.has_state(index),
@@ -176,7 +178,7 @@ class _Layers(NamedTuple):
     ) -> _LayerResult:
         tokens = self.tokens._replace(adapters=adapters)
         inner = self._replace(params=weights, kind=kind, tokens=tokens)
-        h = inner.norm("input_layernorm", x)
+        h = inner.norm("input_layernorm", x) if self.traits.has_pre_norms else x
         if kind.has_state:
             out, cache = inner.recurrence(h, cache)
             x, experts = inner.add_mlp(x + out)
@@ -204,7 +206,10 @@ class _Layers(NamedTuple):
         gate = None
         if self.context.takes_projections and self.has_plain_heads:
             names = [f"self_attn.{name}_proj" for name in "qkv"]
-            q, k, v = (split_heads(x, kind.head_dim) for x in self.linears(names, h))
+            q, k, v = (
+                split_heads(self.whole_norm(name, x), kind.head_dim)
+                for name, x in zip(names, self.linears(names, h), strict=True)
+            )
             tokens: jax.Array | NewTokens = NewTokens(q, k, v, self.prologue(*rope))
         else:
             tokens, gate = self.project_qkv("self_attn.", h, *rope)
@@ -218,11 +223,28 @@ class _Layers(NamedTuple):
         assert self.kind is not None
         has_values = "self_attn.v_proj.weight" in self.params
         is_plain = not self.traits.has_value_norm and not self.traits.has_output_gate
-        turns = self.kind.rope[0].rotary_dim is None
-        return self.kind.owns_kv and has_values and is_plain and turns
+        return self.kind.owns_kv and has_values and is_plain and self.rotary_dim is None
+
+    @property
+    def rotary_dim(self) -> int | None:
+        """The first channels of a head, which alone turn; None if all do, or none does."""
+        assert self.kind is not None
+        rope, _ = self.kind.rope
+        return None if rope is None else rope.rotary_dim
+
+    @property
+    def normalizes_heads(self) -> bool:
+        """Whether queries and keys are normalised head by head."""
+        return self.traits.has_qk_norm and not self.traits.normalizes_whole_qk
+
+    def whole_norm(self, name: str, x: jax.Array) -> jax.Array:
+        """The output of a projection, normalised over all heads if there is such a norm."""
+        norm = name.replace("_proj", "_norm")
+        has_norm = self.traits.normalizes_whole_qk and f"{norm}.weight" in self.params
+        return self.norm(norm, x) if has_norm else x
 
     def prologue(self, sin: jax.Array, cos: jax.Array) -> Prologue:
-        if not self.traits.has_qk_norm:
+        if not self.normalizes_heads:
             return Prologue(sin, cos)
         q_norm, eps, offset = self.norm_of("self_attn.q_norm")
         return Prologue(sin, cos, q_norm, self.norm_of("self_attn.k_norm")[0], eps, offset)
@@ -233,7 +255,8 @@ class _Layers(NamedTuple):
             return self.add_mlp(self.add_linear(x, "self_attn.o_proj", out))
         out = self.linear("self_attn.o_proj", out)
         x = x + self.norm("post_attention_layernorm", out)
-        gated = self.gated("mlp.", self.norm("pre_feedforward_layernorm", x))
+        h = self.norm("pre_feedforward_layernorm", x) if self.traits.has_pre_norms else x
+        gated = self.gated("mlp.", h)
         out, experts = self.linear("mlp.down_proj", gated), None
         if self.context.config.moe is not None:
             beside, experts = self.experts_beside(x)
@@ -266,10 +289,11 @@ class _Layers(NamedTuple):
         assert kind is not None
 
         def project(name: str) -> jax.Array:
-            return split_heads(self.linear(prefix + name, h), kind.head_dim)
+            name = prefix + name
+            return split_heads(self.whole_norm(name, self.linear(name, h)), kind.head_dim)
 
         def rotate(x: jax.Array, name: str) -> jax.Array:
-            norm = self.norm_of(prefix + name) if self.traits.has_qk_norm else None
+            norm = self.norm_of(prefix + name) if self.normalizes_heads else None
             return self.rotated(x, norm, sin, cos)
 
         q, gate = project("q_proj"), None
@@ -294,8 +318,7 @@ class _Layers(NamedTuple):
 
         Tables of a partial embedding are for those channels.
         """
-        assert self.kind is not None
-        kernels, size = self.context.kernels, self.kind.rope[0].rotary_dim
+        kernels, size = self.context.kernels, self.rotary_dim
         if size is None:
             return kernels.rotate(x, norm, sin, cos)
         if norm is not None:
@@ -397,18 +420,28 @@ class _Layers(NamedTuple):
     def norm_offset(self) -> float:
         return norm_offset(self.context.config, self.traits)
 
-    def rope_tables(self, rope: RopeConfig, head_dim: int) -> Rope:
+    def rope_tables(self, rope: RopeConfig | None, head_dim: int) -> Rope:
         def timescales() -> jax.Array:
+            if rope is None:  # all angles are 0, which changes no bit
+                return jnp.full(head_dim // 2, jnp.inf)
             found = rope_timescales(rope.rotary_dim or head_dim, rope.theta)
             if rope.linear_factor != 1.0:
                 found = found * rope.linear_factor
             if rope.llama3 is not None:
                 found = stretch_llama3(found, **dataclasses.asdict(rope.llama3))
+            if rope.yarn is not None:
+                found = stretch_yarn(found, theta=rope.theta, **dataclasses.asdict(rope.yarn))
+            if rope.channel_factors:
+                found = found * jnp.asarray(rope.channel_factors, found.dtype)
             if rope.rotary_fraction != 1.0:
                 found = keep_fastest(found, rope.rotary_fraction)
             return found
 
-        return self.context.kernels.rope_tables(self.tokens.positions, timescales)
+        sin, cos = self.context.kernels.rope_tables(self.tokens.positions, timescales)
+        if rope is None or rope.attention_factor == 1.0:
+            return sin, cos
+        factor = jnp.asarray(rope.attention_factor, sin.dtype)
+        return sin * factor, cos * factor
 
 
 def _adapter_change(

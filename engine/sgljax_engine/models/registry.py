@@ -8,7 +8,7 @@ from typing import Any
 
 from sgljax_engine.errors import InvalidConfigError, UnsupportedModelError
 from sgljax_engine.model_config import ModelConfig
-from sgljax_engine.models import gemma, gemma4, llama, qwen, qwen_hybrid
+from sgljax_engine.models import gemma, gemma4, llama, olmo, qwen, qwen_hybrid
 from sgljax_engine.models.spec import ModelDefinition
 from sgljax_engine.weights.hf_json import read_end_ids, read_json
 from sgljax_engine.weights.hf_tables import holds_two_tables
@@ -25,6 +25,9 @@ MODELS: dict[str, ModelDefinition] = {
     "GemmaForCausalLM": gemma.GEMMA,
     "LlamaForCausalLM": llama.LLAMA,
     "MistralForCausalLM": llama.MISTRAL,
+    "MixtralForCausalLM": llama.MIXTRAL,
+    "Olmo2ForCausalLM": olmo.OLMO2,
+    "Olmo3ForCausalLM": olmo.OLMO3,
     "Qwen2ForCausalLM": qwen.QWEN2,
     "Qwen3ForCausalLM": qwen.QWEN3,
     "Qwen3NextForCausalLM": qwen_hybrid.QWEN3_NEXT,
@@ -33,6 +36,7 @@ MODELS: dict[str, ModelDefinition] = {
     "Qwen3_5MoeForCausalLM": qwen_hybrid.QWEN3_5_MOE,
     "Qwen3_5MoeForConditionalGeneration": qwen_hybrid.QWEN3_5_MOE_MULTIMODAL,
     "Qwen3MoeForCausalLM": qwen.QWEN3_MOE,
+    "SmolLM3ForCausalLM": llama.SMOLLM3,
 }
 
 
@@ -46,6 +50,9 @@ _OF_TYPES = {
     "gemma4_unified": "Gemma4UnifiedForConditionalGeneration",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
@@ -54,6 +61,7 @@ _OF_TYPES = {
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
 }
 """Architecture of a config that names none, or the class without a head, by `model_type`."""
 
