@@ -21,7 +21,8 @@ class DecoderTraits(NamedTuple):
     before they are added. Offset norms have weights stored minus one. `scales_embeddings`
     multiplies them by sqrt(hidden_size), a layer scale the layer's output by a number of its own.
     With `has_output_gate` the query projection gives, for each head, its queries and then a gate
-    for each channel of the output.
+    for each channel of the output. Sinks are scores that each query head adds to its softmax.
+    `router` is the name of the experts' one.
     """
 
     activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
@@ -33,6 +34,8 @@ class DecoderTraits(NamedTuple):
     has_value_norm: bool = False
     has_layer_scale: bool = False
     has_output_gate: bool = False
+    has_sinks: bool = False
+    router: str = "gate"
 
 
 def norm_offset(config: ModelConfig, traits: DecoderTraits) -> float:
@@ -122,6 +125,10 @@ class _Specs(NamedTuple):
                 self.heads(f"{name}.v_proj", kv.num_heads * kv.head_dim, axis)
         has_bias = config.attention_bias
         self.project(f"{name}.o_proj", num_out, dim, ("heads", None), has_bias=has_bias)
+        if self.traits.has_sinks:
+            sinks = f"{name}.sinks"
+            shape = (config.num_heads,)
+            self.found[sinks] = ParamSpec(shape, ParamKind.BIAS, ("heads",), sinks)
         if self.traits.has_qk_norm:
             self.norm(f"{name}.q_norm", kv.head_dim)
             if owns_kv:
@@ -134,7 +141,7 @@ class _Specs(NamedTuple):
     def experts(self, layer: str, moe: MoEConfig) -> None:
         dim = self.config.hidden_size
         if not moe.is_beside_mlp:
-            self.found.update(mixture_specs(f"{layer}.mlp.", dim, moe))
+            self.found.update(mixture_specs(f"{layer}.mlp.", dim, moe, self.traits.router))
             return
         self.found.update(mixture_specs(f"{layer}.", dim, moe, "router.proj"))
         for name, size in (("scale", dim), ("per_expert_scale", moe.num_experts)):
