@@ -7,7 +7,6 @@ MXFP4, which are dequantised when they are loaded; see `weights.mxfp4`.
 from __future__ import annotations
 
 from sgljax_engine.checks import require
-from sgljax_engine.errors import UnsupportedModelError
 from sgljax_engine.model_config import AttentionConfig, ModelConfig, MoEConfig
 from sgljax_engine.models import hf
 from sgljax_engine.models.decoder import decoder
@@ -41,13 +40,10 @@ def _config(config: hf.HfConfig) -> ModelConfig:
     config = hf.with_defaults(config, _DEFAULTS)
     if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
         config = {**config, "rope_parameters": _ROPE}
-    quantized = config.get("quantization_config") or {}
-    method = quantized.get("quant_method", "mxfp4") if isinstance(quantized, dict) else quantized
-    if method != "mxfp4":
-        raise UnsupportedModelError(
-            f"quantization_config of method {method!r} is not supported, only 'mxfp4'"
-        )
-    config = {**config, "quantization_config": None}
+    quantized = config.get("quantization_config")
+    if isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4":
+        config = {**config, "quantization_config": None}  # tensors tell how each is stored
+    hf.warn_without_effect(config, "mlp_bias")
     hf.check_settings(config, hidden_act=hf.SILU, swiglu_limit=_LIMIT)
     moe = MoEConfig(
         num_experts=hf.require_any(config, "num_local_experts", "num_experts"),

@@ -135,9 +135,10 @@ def _expert_rules(stack: str) -> list[Rule]:
 def _interleaved_rules(stack: str) -> list[Rule]:
     """Rules for a stack of gpt-oss' experts and its biases; as of `_expert_rules`.
 
-    Its gates and the other projections alternate in a fused tensor [experts, in, out], or in MXFP4
-    with its biases.
+    Gates alternate with the other projections in a fused tensor [experts, in, out], or [experts,
+    out, in] in MXFP4.
     """
+    alone = Rule(expert_name(stack, "*"), stack, (1, 0), into="each")
     prefix, projection = stack.removesuffix(".weight").rsplit(".", 1)
     fused, every = "down_proj", mxfp4.dequantize
     stored: Hook | None = None
@@ -148,6 +149,7 @@ def _interleaved_rules(stack: str) -> list[Rule]:
     is_shared = projection == "gate_proj"
     bias = f"{prefix}.{projection}.bias"
     return [
+        alone,
         Rule(f"{prefix}.{fused}", stack, hook=stored, is_shared=is_shared),
         Rule(f"{prefix}.{fused}_bias", bias, hook=stored, is_shared=is_shared),
         Rule(f"{prefix}.{fused}_blocks", stack, hook=every, is_shared=is_shared),
