@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sgljax_engine import WeightLoadError
+from sgljax_engine import WeightLoadError, logical_rules, to_hf_tensors
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.weight_rules import hf_source
 from sgljax_engine.weights.forms import Form
@@ -83,7 +83,7 @@ def test_both_forms_of_a_checkpoint_are_one_model():
                 for which, part in zip(("blocks", "scales"), parts, strict=True):
                     weights[f"{LAYER}{projection}_{which}"] = part
         source = hf_source(MODEL, weights, None)
-        assert len(weights) == len(rest) + (2 if form else 4), name  # the caller's dict
+        assert len(weights) == len(rest) + (2 if form else 4), name  # the caller's stay
         here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         targets = {
             name: TargetSpec(spec.shape, jnp.dtype("float32"), Form.LOGICAL, here, spec.alias)
@@ -95,6 +95,10 @@ def test_both_forms_of_a_checkpoint_are_one_model():
     np.testing.assert_array_equal(found[0][f"{LAYER}gate_proj.weight"], gate)
     for name, weight in found[0].items():
         np.testing.assert_array_equal(weight, found[1][name], err_msg=name)
+    exported = to_hf_tensors(MODEL, found[0], logical_rules(MODEL))
+    assert exported.keys() == weights.keys()
+    for name, tensor in exported.items():
+        np.testing.assert_array_equal(tensor.load(), weights[name], err_msg=name)
 
 
 @pytest.mark.parametrize(
