@@ -57,6 +57,7 @@ from sgljax_engine.model_config import (
     MoEConfig,
     RopeConfig,
     ScaleConfig,
+    YarnScaling,
 )
 from sgljax_engine.observability.metrics import EngineCounters, EngineState, MemoryReport
 from sgljax_engine.observability.progress import EngineProgress, ProgressListener
@@ -184,6 +185,7 @@ __all__ = [
     "WeightRule",
     "WeightSyncError",
     "WeightsLostError",
+    "YarnScaling",
     "check_model_folder",
     "derive_seed",
     "find_tokenizer_difference",

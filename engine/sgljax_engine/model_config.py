@@ -48,6 +48,40 @@ class Llama3Scaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """Rope type "yarn": slow channels are slowed down, fast ones stay (Peng et al., 2023).
+
+    Attributes:
+        factor: Factor by which the slow channels are slowed down.
+        beta_fast: Channels with more rotations than this in the original context stay.
+        beta_slow: Channels with fewer rotations than this are slowed down by `factor`.
+        original_context_length: Tokens of the context before it was extended.
+        truncate: Whether the range of channels in between is widened to whole channels.
+    """
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    original_context_length: int
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        """Raises InvalidConfigError naming the field."""
+        check_positive("factor", self.factor)
+        check_positive("beta_slow", self.beta_slow)
+        check_positive("beta_fast", self.beta_fast)
+        low = self.beta_slow
+        require(self.beta_fast >= low, "beta_fast", self.beta_fast, f"at least beta_slow ({low})")
+        check_count("original_context_length", self.original_context_length)
+        require(isinstance(self.truncate, bool), "truncate", self.truncate, "true or false")
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of the extended context."""
+        return int(self.original_context_length * self.factor)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig:
     """Rotary position embedding.
 
@@ -59,6 +93,10 @@ class RopeConfig:
             "proportional", Gemma 4).
         rotary_dim: The first channels of a head, which alone are rotated, as if they were a head
             (Qwen3.5); None for all.
+        yarn: Set for rope type "yarn".
+        channel_factors: Factor by which each pair of channels is slowed down (rope type
+            "longrope"); empty for none.
+        attention_factor: Multiplies rotated channels (rope types "yarn" and "longrope").
     """
 
     theta: float
@@ -66,6 +104,9 @@ class RopeConfig:
     llama3: Llama3Scaling | None = None
     rotary_fraction: float = 1.0
     rotary_dim: int | None = None
+    yarn: YarnScaling | None = None
+    channel_factors: tuple[float, ...] = ()
+    attention_factor: float = 1.0
 
     def __post_init__(self) -> None:
         """Raises InvalidConfigError naming the field."""
@@ -73,6 +114,9 @@ class RopeConfig:
         check_positive("linear_factor", self.linear_factor)
         check_positive("rotary_fraction", self.rotary_fraction)
         require(self.rotary_fraction <= 1, "rotary_fraction", self.rotary_fraction, "at most 1")
+        check_positive("attention_factor", self.attention_factor)
+        if self.yarn is not None:
+            require(self.theta > 1, "theta", self.theta, "above 1 (YaRN)")
         if self.rotary_dim is not None:
             check_count("rotary_dim", self.rotary_dim, 2)
             require(self.rotary_dim % 2 == 0, "rotary_dim", self.rotary_dim, "even")
@@ -353,10 +397,19 @@ class ModelConfig:
             num_marked = len(self.linear_attention.layers)
             expected = f"num_layers ({self.num_layers})"
             require(num_marked == self.num_layers, "len(layers)", num_marked, expected)
-        for rope in (self.rope, self.attention.sliding_rope):
-            if rope is not None and rope.rotary_dim is not None:
-                size, expected = rope.rotary_dim, f"at most head_dim ({self.head_dim})"
-                require(size <= self.head_dim, "rotary_dim", size, expected)
+        full = self.attention.full_kv or self
+        for rope, head_dim in (
+            (self.rope, full.head_dim),
+            (self.attention.sliding_rope, self.head_dim),
+        ):
+            if rope is not None:
+                self._check_rope(rope, head_dim)
+
+    def _check_rope(self, rope: RopeConfig, head_dim: int) -> None:
+        size = rope.rotary_dim or head_dim
+        require(size <= head_dim, "rotary_dim", size, f"at most head_dim ({head_dim})")
+        num_factors, expected = len(rope.channel_factors), f"one for each of {size // 2} channels"
+        require(num_factors in (0, size // 2), "len(channel_factors)", num_factors, expected)
 
     def _check_heads(self, where: str, kv: KVShape) -> None:
         check_count(f"{where}num_kv_heads", kv.num_heads)

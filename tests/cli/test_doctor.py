@@ -424,11 +424,11 @@ def broken(tmp_path: Path, **changes: Any) -> Path:
 
 
 def test_problems_of_a_folder_end_with_1(facts_here, tmp_path, capsys):
-    folder = broken(tmp_path, architectures=["MixtralForCausalLM"])
+    folder = broken(tmp_path, architectures=["Phi3ForCausalLM"])
     assert doctor("--model", folder) == 1
     text = capsys.readouterr().out
     assert "problem: " in text
-    assert "architecture 'MixtralForCausalLM' is not supported" in text
+    assert "architecture 'Phi3ForCausalLM' is not supported" in text
 
 
 def test_missing_files_of_a_folder(facts_here, tmp_path, capsys):

@@ -404,11 +404,11 @@ TABLE = [Row(*row) for row in (
     ("tokenizer_type", lambda _: wrap_tokenizer(SimpleNamespace(encode=list)), InvalidConfigError),
     # ---- a model's folder
     ("no_config_json", lambda p: load_model_config(p.empty()), InvalidConfigError),
-    ("architecture", lambda _: hf(architectures=["MixtralForCausalLM"]), UnsupportedModelError),
+    ("architecture", lambda _: hf(architectures=["Phi3ForCausalLM"]), UnsupportedModelError),
     ("model_setting", lambda _: hf(quantization_config={"quant_method": "awq"}),
      UnsupportedModelError),
     ("rope_type", lambda _: hf(
-        rope_parameters={"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}),
+        rope_parameters={"rope_type": "su", "rope_theta": 1e6, "factor": 4.0}),
      UnsupportedModelError),
     ("shards_missing", lambda p: folder_weights(TINY, p.empty()), WeightLoadError),
     ("two_sets_of_weights", lambda p: find_weight_files(weight_files(p.empty(), has_index=True)),

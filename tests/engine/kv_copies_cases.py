@@ -99,10 +99,11 @@ def check_memory(engine: Engine, model: ModelConfig, mesh: Mesh) -> None:
 
 
 def families() -> None:
-    """One kv head on all devices; of eight heads, and windows, as transformers computes them."""
+    """One kv head on all devices; of eight heads, windows and norms of all heads as transformers."""
     check_outputs(tiny(1))
     check_golden("qwen3_mqa_untied", mesh_of(1, 4))
     check_golden("gemma3_window", mesh_of(1, 4))
+    check_golden("olmo2_yarn", mesh_of(1, 4))
 
 
 def check_golden(name: str, mesh: Mesh) -> None:

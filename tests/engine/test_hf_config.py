@@ -17,6 +17,7 @@ from sgljax_engine import (
     MoEConfig,
     RopeConfig,
     UnsupportedModelError,
+    YarnScaling,
     model_config_from_hf,
 )
 from sgljax_engine.layers.rope import rope_timescales, stretch_llama3
@@ -28,6 +29,9 @@ FOLDERS = {
     "qwen3_moe": "qwen3_moe_normalised",
     "llama": "llama_tied",
     "mistral": "mistral_window",
+    "mixtral": "mixtral_window",
+    "olmo2": "olmo2_yarn",
+    "olmo3": "olmo3_window",
     "gemma": "gemma_mqa",
     "gemma2": "gemma2_window",
     "gemma3": "gemma3_window",
@@ -65,7 +69,9 @@ def test_llama_2_names_no_base():
     assert read("llama", **old).rope == RopeConfig(theta=10_000.0)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2"])
+@pytest.mark.parametrize(
+    "family", ["qwen2", "qwen3", "llama", "mistral", "mixtral", "olmo2", "gemma", "gemma2"]
+)
 def test_default_rope_of_both_generations(family):
     new = read(family, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     assert new.rope == RopeConfig(theta=5e5)
@@ -86,6 +92,37 @@ def test_scaled_rope_of_both_generations(family, kind):
     linear = {kind: "linear", "factor": 2}
     expected = RopeConfig(theta=5e5, linear_factor=2.0)
     assert read(family, **legacy(family, rope_theta=5e5, rope_scaling=linear)).rope == expected
+
+
+def test_yarn_extends_the_context():
+    """As model cards add it, max_position_embeddings stays as it was."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    model = read("qwen3", **legacy("qwen3", rope_theta=5e5, rope_scaling=yarn))
+    scaling = YarnScaling(factor=4.0, beta_fast=32, beta_slow=1, original_context_length=32)
+    expected = RopeConfig(theta=5e5, yarn=scaling, attention_factor=0.1 * np.log(4) + 1)
+    assert model.rope == expected
+    assert model.context_length == max(128, read("qwen3").context_length)
+    assert read("qwen3", max_position_embeddings=40, rope_scaling=yarn).context_length == 128
+    with pytest.raises(InvalidConfigError, match=r"beta_fast must be at least beta_slow \(1.0\)"):
+        read("qwen3", rope_scaling=yarn | {"beta_fast": 0.5})
+
+
+def test_dynamic_rope_is_plain_within_the_context():
+    """transformers stretches sequences longer than max_position_embeddings alone."""
+    settings = legacy("llama", rope_theta=5e5, rope_scaling={"type": "dynamic", "factor": 2})
+    assert read("llama", **settings).rope == RopeConfig(theta=5e5)
+
+
+def test_longrope_is_read_within_its_original_context():
+    channels = [1.0 + i for i in range(read("llama").head_dim // 2)]
+    longrope = {"type": "longrope", "short_factor": channels, "long_factor": channels}
+    settings = legacy("llama", rope_theta=5e5, rope_scaling=longrope, max_position_embeddings=64)
+    assert read("llama", **settings).rope == RopeConfig(theta=5e5, channel_factors=tuple(channels))
+    beyond = settings | {"max_position_embeddings": 128, "original_max_position_embeddings": 64}
+    with pytest.raises(UnsupportedModelError, match="Set max_position_embeddings to 64"):
+        read("llama", **beyond)
+    with pytest.raises(InvalidConfigError, match=r"len\(channel_factors\) must be one for each"):
+        read("llama", **settings | {"rope_scaling": longrope | {"short_factor": [1.0]}})
 
 
 def test_gemma3_of_both_generations():
@@ -160,6 +197,25 @@ def test_mistral_slides_in_all_layers_or_in_none():
         model_config_from_hf(null | {"layer_types": ["sliding_attention"] * 2})
 
 
+def test_olmo3_stretches_layers_with_full_attention_alone():
+    """As of transformers 5.13; earlier versions wrote one embedding, and had it in all layers."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    old = read("olmo3", **legacy("olmo3", rope_theta=5e5, rope_scaling=yarn))
+    assert old.rope.yarn is not None
+    assert old.attention.sliding_layers == (True, True, True, False)
+    assert old.attention.sliding_rope == read("olmo3").rope == RopeConfig(theta=5e5)
+    named = {"full_attention": yarn, "sliding_attention": {"rope_theta": 1e4}}
+    new = read("olmo3", rope_parameters=named)
+    assert new.rope == old.rope
+    assert new.attention.sliding_rope == RopeConfig(theta=1e4)
+    for changes, message in (
+        ({"rope_theta": 1e4}, "rope_theta=10000.0 is not supported, only 500000.0"),
+        ({"rope_parameters": yarn}, "transformers would ignore these settings"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=message):
+            read("olmo3", **legacy("olmo3") | changes)
+
+
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", False), ("gemma2", True)])
 def test_embeddings_are_tied_as_the_family_does_by_default(family, tied):
     assert read(family, tie_word_embeddings=None).tie_word_embeddings is tied
@@ -207,7 +263,7 @@ EVERYWHERE = (
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     ({"quantization_config": {"bits": 4}}, "quantization_config=.*bits"),
     ({"hidden_activation": "gelu", "hidden_act": "gelu"}, "hidden_act.*='gelu'"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "rope_type='yarn'"),
+    ({"rope_scaling": {"rope_type": "spiral", "factor": 2}}, "rope_type='spiral'"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 2, "short_factor": 3}}, "short_factor=3"),
     ({"layer_types": ["chunked_attention"] * 3}, "layer_types 'chunked_attention'"),
 )
@@ -230,7 +286,10 @@ def test_windows_are_switched_on_for_qwen_alone(family):
 @pytest.mark.parametrize("family", FOLDERS)
 def test_biases_are_those_of_the_familys_class(family, name, caplog):
     """Where transformers' class has no such setting, it has no effect, and a warning says so."""
-    without = {"attention_bias": ("mistral", "qwen2"), "mlp_bias": FOLDERS.keys() - {"llama"}}
+    without = {
+        "attention_bias": ("mistral", "mixtral", "qwen2"),
+        "mlp_bias": FOLDERS.keys() - {"llama"},
+    }
     has_effect = family not in without[name]
     assert getattr(read(family, **{name: True}), name) is has_effect
     assert ("has no effect" in caplog.text) is not has_effect

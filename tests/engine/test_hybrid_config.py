@@ -224,7 +224,7 @@ def test_positions_of_images_change_nothing():
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"attn_output_gate": False}, "attn_output_gate=False"),
         ({"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid'"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type='yarn'"),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "rope_type='spiral'"),
         ({"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
     ],

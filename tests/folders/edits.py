@@ -18,12 +18,12 @@ ABSENT = object()
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
-PLAIN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2")
+PLAIN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "mixtral", "olmo2")
 """Families with one rotary embedding, of whole heads."""
 HYBRID = tuple(name for name in FAMILIES if name.startswith(("qwen3_5", "qwen3_next")))
 GEMMA3 = ("gemma3", "gemma3_multimodal")
 GEMMA4 = ("gemma4", "gemma4_multimodal", "gemma4_unified")
-WINDOWED = ("gemma2", *GEMMA3, *GEMMA4)
+WINDOWED = ("gemma2", *GEMMA3, *GEMMA4, "olmo3")
 MULTIMODAL = tuple(name for name, family in FAMILIES.items() if family.is_multimodal)
 TEXT = tuple(name for name in FAMILIES if name not in MULTIMODAL)
 ALL = tuple(FAMILIES)
@@ -70,12 +70,14 @@ def _setting_edits() -> Iterator[Edit]:
     yield from each("act", gelus, "hidden_activation", ABSENT, "gelu", "silu", None)
     yield from each("heads", ("llama", "qwen2", "gemma2"), "num_key_value_heads", 0, 3, "2", -2)
     yield from each("heads", ("llama", "mistral", "qwen3_moe"), "num_attention_heads", 0, 3, "4")
+    yield from each("heads", ("mixtral", "olmo2", "olmo3"), "num_key_value_heads", 3, None, ABSENT)
     yield from each("dim", ("llama", "qwen3"), "head_dim", 0, 7, -8, None, 8, "8", ABSENT)
     yield from each("sizes", ("llama", "qwen3_5"), "hidden_size", 0, -32, "32", 32.0, None, 33)
     yield from each("sizes", ("qwen2",), "vocab_size", 0, 32, 128, ABSENT)
     yield from each("sizes", ("llama", "gemma3"), "num_hidden_layers", 0, 1, 3, "2")
     yield from each("sizes", ("mistral",), "intermediate_size", 0, 47, None)
     bias = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma3", "qwen3_5")
+    bias += ("mixtral", "olmo2", "olmo3")
     yield from each("bias", bias, "attention_bias", None, False)
     yield from each("bias", ("llama", "qwen3", "gemma2"), "mlp_bias", False, None)
     quiet = ("qwen2", "qwen3", "qwen3_moe")
@@ -83,6 +85,7 @@ def _setting_edits() -> Iterator[Edit]:
     yield from each("window", ("mistral",), "sliding_window", ABSENT, None, 0, -1, 5, 4096, "9")
     yield from each("window", WINDOWED, "sliding_window", ABSENT, None, 5)
     yield from each("window", ("gemma2", "gemma3"), "sliding_window", 0, -1, "9", 1)
+    yield from each("window", ("mixtral",), "sliding_window", ABSENT, None, 5)
     for field in ("attn_logit_softcapping", "final_logit_softcapping"):
         yield from each(field, ("gemma2", "gemma3"), field, ABSENT, None, 0, 5, -5.0, "30")
         yield from each(field, ("llama", "gemma"), field, 5.0)
@@ -94,6 +97,9 @@ def _setting_edits() -> Iterator[Edit]:
     yield from each("experts", ("qwen3_moe", "qwen3_next"), "norm_topk_prob", ABSENT, False, None)
     yield from each("experts", ("qwen3_moe",), "num_experts_per_tok", 0, 1, 5, ABSENT, "2")
     yield from each("experts", ("qwen3_moe",), "num_experts", 3, ABSENT, 0)
+    yield from each("experts", ("mixtral",), "num_experts_per_tok", 1, 4, ABSENT, None)
+    yield from each("experts", ("mixtral",), "num_local_experts", ABSENT, 3)
+    yield from each("experts", ("mixtral",), "norm_topk_prob", False)
     yield from each("sparse", ("qwen3_moe", "qwen3_next"), "decoder_sparse_step", 2, 0, None)
     yield from each("sparse", ("qwen3_moe", "qwen3_next"), "mlp_only_layers", [0], None, [])
     yield from each("nets", ("qwen3_next", "qwen3_5"), "linear_conv_kernel_dim", 0, 3, "4")
@@ -237,6 +243,9 @@ def _layer_edits() -> Iterator[Edit]:
         ("sliding", ("llama", "mistral", "qwen2", "qwen3", "gemma2"), [SLIDING] * 2),
         ("mixed", ("mistral", "qwen2", "qwen3", "gemma"), [SLIDING, FULL]),
         ("mixed, full first", ("gemma2", "gemma3"), [FULL, SLIDING]),
+        ("sliding last", ("olmo3",), [FULL, FULL, SLIDING, SLIDING]),
+        ("four full", ("olmo3",), [FULL] * 4),
+        ("sliding, with a window", ("mixtral",), [SLIDING] * 2),
         ("all full", ("gemma2", "gemma3"), [FULL, FULL]),
         ("too few", ("qwen2", "gemma2", "gemma3"), [FULL]),
         ("too many", ("qwen2", "gemma3"), [FULL] * 3),
@@ -296,6 +305,9 @@ def _size_edits() -> Iterator[Edit]:
         ("head_dim null", ("llama", "mistral"), {"head_dim": None}, ()),
         ("odd vocabulary", ("llama", "gemma3"), {"vocab_size": VOCAB + 3}, ()),
         ("experts' other name", ("qwen3_moe",), {"num_local_experts": 4}, ("num_experts",)),
+        ("experts' other name", ("mixtral",), {"num_experts": 4}, ("num_local_experts",)),
+        ("head_dim 16", ("mixtral", "olmo2", "olmo3"), {"head_dim": 16}, ()),
+        ("kv heads of all", ("olmo2", "olmo3"), {"num_key_value_heads": 4}, ()),
         ("hidden 24", ("llama", "gemma2"), {"hidden_size": HIDDEN - 8, "head_dim": 8}, ()),
     ):
         edit = functools.partial(_call, sized, settings, hide)
@@ -309,6 +321,7 @@ def _size_edits() -> Iterator[Edit]:
 
     heads, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
     own = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3", "gemma4", "mistral")
+    own += ("mixtral", "olmo2", "olmo3")
     for field, families, modules in (
         ("attention_bias", (*own, "qwen3_5", "qwen3_next"), heads),
         ("mlp_bias", ("llama", "qwen3"), mlp),

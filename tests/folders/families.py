@@ -44,6 +44,12 @@ _NETS = {
     "layer_types": ["linear_attention", "full_attention"] * 2,
     "rope_parameters": {**_THETA, "partial_rotary_factor": 0.5},
 }
+_OLMO_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "attention_factor": 1.2,
+}
 _GEMMA: Config = {**_SIZES, "head_dim": HEAD_DIM, "rms_norm_eps": 1e-6, "eos_token_id": [1, 3]}
 _GELU = {"hidden_activation": "gelu_pytorch_tanh"}
 _WINDOW = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
@@ -201,6 +207,26 @@ def _qwen3_moe_layer(text: Config, layer: int) -> Shapes:
     return {name: shape for name, shape in found.items() if name not in _mlp(text, 1)}
 
 
+def _mixtral_layer(text: Config, layer: int) -> Shapes:
+    mlp, names = _mlp(text, text["intermediate_size"]), ("w1", "w3", "w2")
+    found = _llama_layer(text, layer)
+    found = {name: shape for name, shape in found.items() if name not in mlp}
+    found["block_sparse_moe.gate.weight"] = (text["num_local_experts"], text["hidden_size"])
+    for expert in range(text["num_local_experts"]):
+        for name, shape in zip(names, mlp.values(), strict=True):
+            found[f"block_sparse_moe.experts.{expert}.{name}.weight"] = shape
+    return found
+
+
+def _olmo_layer(text: Config, layer: int) -> Shapes:
+    found = _llama_layer(text, layer) | _norms(text, "post_feedforward_layernorm")
+    del found["input_layernorm.weight"]
+    for name in ("q", "k"):
+        rows = found[f"self_attn.{name}_proj.weight"][:1]
+        found[f"self_attn.{name}_norm.weight"] = rows
+    return found
+
+
 def _net(text: Config, is_grouped: bool) -> Shapes:
     hidden = text["hidden_size"]
     keys = text["linear_num_key_heads"] * text["linear_key_head_dim"]
@@ -320,6 +346,29 @@ FAMILIES: dict[str, Family] = {
         "qwen3_moe",
         {**_LLAMA, **_ROPE, **_UNTIED, **_MOE, "head_dim": 16, "norm_topk_prob": True},
         _qwen3_moe_layer,
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        "mixtral",
+        {**_LLAMA, **_ROPE, **_UNTIED, "num_local_experts": EXPERTS, "num_experts_per_tok": 2},
+        _mixtral_layer,
+    ),
+    "olmo2": Family("Olmo2ForCausalLM", "olmo2", {**_LLAMA, **_ROPE, **_UNTIED}, _olmo_layer),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        "olmo3",
+        {
+            **_LLAMA,
+            **_UNTIED,
+            "num_hidden_layers": 4,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+            "rope_parameters": {
+                "full_attention": {**_THETA, **_OLMO_YARN},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            },
+        },
+        _olmo_layer,
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",

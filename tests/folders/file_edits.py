@@ -121,11 +121,12 @@ def _nested_text(draft: Draft) -> None:
 
 def _fused_experts(draft: Draft) -> None:
     """Experts as transformers 5 holds them: stacked, gates above ups."""
-    text = draft.text
-    hidden, size, count = text["hidden_size"], text["moe_intermediate_size"], text["num_experts"]
+    text, names = draft.text, ("num_experts", "num_local_experts")
+    hidden, count = text["hidden_size"], next(text[name] for name in names if name in text)
+    size = text.get("moe_intermediate_size") or text["intermediate_size"]
     for name in [name for name in draft.shapes if re.search(r"experts\.\d", name)]:
         del draft.shapes[name]
-    for name in [name for name in draft.shapes if name.endswith("mlp.gate.weight")]:
+    for name in [name for name in draft.shapes if re.search(r"(mlp|moe)\.gate\.weight", name)]:
         experts = name.replace("gate.weight", "experts")
         draft.shapes[f"{experts}.gate_up_proj"] = (count, 2 * size, hidden)
         draft.shapes[f"{experts}.down_proj"] = (count, hidden, size)
@@ -197,7 +198,7 @@ def _file_edits() -> Iterator[tuple[str, tuple[str, ...], Callable[[Draft], None
     yield "text nested", ("qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "qwen3"), _nested_text
     yield (
         "fused experts",
-        ("qwen3_moe", *[n for n in HYBRID if "moe" in n or "next" in n]),
+        ("qwen3_moe", "mixtral", *[n for n in HYBRID if "moe" in n or "next" in n]),
         _fused_experts,
     )
     yield "drafting layers", HYBRID, _drafting_layers

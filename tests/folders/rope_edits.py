@@ -20,6 +20,13 @@ LLAMA3 = {
 }
 DEFAULT = {"rope_type": "default", "rope_theta": 20_000.0}
 LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LONG = {
+    "type": "longrope",
+    "short_factor": [1.0, 1.5, 2.0, 3.0],
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 128,
+}
 
 
 def _rope(draft: Draft, **settings: Any) -> None:
@@ -120,30 +127,39 @@ def _rope_edits() -> Iterator[Edit]:
         ),
         ("default, factor 1", {"rope_parameters": {**DEFAULT, "factor": 1.0}}),
         ("default, factor 4", {"rope_parameters": {**DEFAULT, "factor": 4.0}}),
+        ("yarn", {"rope_theta": 2e4, "rope_scaling": YARN}),
+        ("yarn parameters", {"rope_parameters": {**YARN, "rope_theta": 500.0, "beta_fast": 4}}),
+        ("yarn, no context", {"rope_scaling": {"type": "yarn", "factor": 4.0}}),
         (
-            "yarn",
-            {
-                "rope_theta": 2e4,
-                "rope_scaling": {
-                    "rope_type": "yarn",
-                    "factor": 4.0,
-                    "original_max_position_embeddings": 32,
-                },
-            },
+            "yarn, context outside",
+            {"rope_scaling": YARN, "original_max_position_embeddings": 16, "rope_theta": 300},
         ),
+        ("yarn, no factor", {"rope_scaling": {"rope_type": "yarn"}, "rope_theta": 2e4}),
+        (
+            "yarn, truncate=False",
+            {"rope_scaling": {**YARN, "truncate": False, "beta_fast": 4, "beta_slow": 0.25}},
+        ),
+        ("yarn, attention factor", {"rope_scaling": {**YARN, "attention_factor": 0.75}}),
+        ("yarn, mscale", {"rope_scaling": {**YARN, "mscale": 1.4, "mscale_all_dim": 0.6}}),
+        ("yarn, mscale alone", {"rope_scaling": {**YARN, "mscale": 1.4}}),
+        ("yarn, factor 0.5", {"rope_scaling": {**YARN, "factor": 0.5}}),
+        ("yarn, betas crossed", {"rope_scaling": {**YARN, "beta_fast": 1, "beta_slow": 4}}),
         ("dynamic", {"rope_theta": 2e4, "rope_scaling": {"type": "dynamic", "factor": 2.0}}),
         (
             "longrope",
             {
                 "rope_theta": 2e4,
-                "rope_scaling": {
-                    "type": "longrope",
-                    "short_factor": [1.0] * 4,
-                    "long_factor": [2.0] * 4,
-                    "original_max_position_embeddings": 32,
-                },
+                "rope_scaling": {**LONG, "original_max_position_embeddings": 32},
             },
         ),
+        ("longrope, short", {"rope_scaling": LONG}),
+        ("longrope, factor", {"rope_scaling": {**LONG, "factor": 4.0}}),
+        (
+            "longrope, attention factor",
+            {"rope_parameters": {**LONG, "attention_factor": 1.25, "rope_theta": 2e4}},
+        ),
+        ("longrope, too few", {"rope_scaling": {**LONG, "short_factor": [1.0]}}),
+        ("dynamic, no factor", {"rope_scaling": {"type": "dynamic"}}),
         (
             "mrope",
             {"rope_theta": 2e4, "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}},
@@ -170,7 +186,8 @@ def _rope_edits() -> Iterator[Edit]:
         ),
     ]
     for name, settings in flat:
-        is_usual = name in ("none", "theta", "linear", "two thetas", "scaling beside parameters")
+        usual = ("none", "theta", "linear", "two thetas", "scaling beside parameters", "yarn")
+        is_usual = name in usual
         families = PLAIN if is_usual else ("llama", "qwen3", "gemma2")
         few = name in (
             "all three",
@@ -238,6 +255,16 @@ def _rope_edits() -> Iterator[Edit]:
                 }
             },
         ),
+        ("yarn scaling", {"rope_theta": 2e4, "rope_scaling": YARN}),
+        (
+            "yarn, truncate=False",
+            {
+                "rope_parameters": {
+                    FULL: {**YARN, "rope_theta": 2e4, "truncate": False, "beta_slow": 0.25},
+                    SLIDING: nested(),
+                }
+            },
+        ),
         (
             "partial 1.0",
             {
@@ -272,6 +299,7 @@ def _rope_edits() -> Iterator[Edit]:
         ),
     ):
         families = ("gemma3", "gemma4") if name != "legacy linear" else (*GEMMA3, *GEMMA4)
+        families += ("olmo3",)
         yield Edit(f"rope: {name}", "rope", families, functools.partial(_rope, **settings))
 
     # Published Qwen3.5 folders have these.

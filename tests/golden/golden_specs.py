@@ -78,7 +78,7 @@ class GoldenSpec:
     @property
     def has_experts(self) -> bool:
         """Whether MLPs are mixtures of experts."""
-        return "_moe" in self.family or self.family in ("qwen3_next", "gpt_oss")
+        return "_moe" in self.family or self.family in ("qwen3_next", "mixtral", "gpt_oss")
 
     @property
     def is_hybrid(self) -> bool:
@@ -104,6 +104,9 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+    "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
+    "olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM),
     "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM),
     "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
     "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
@@ -250,6 +253,18 @@ def _shape(
 
 
 _MLP = ("gate", "up", "down")
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 4.0,
+    "attention_factor": 1.4,
+}
+_OLMO_NORMS = tuple(
+    f"{name}.weight"
+    for name in ("q_norm", "k_norm", "post_attention_layernorm", "post_feedforward_layernorm")
+)
 
 SPECS = (
     GoldenSpec(
@@ -561,6 +576,46 @@ SPECS = (
             *("sinks", "router.weight", "router.bias", "gate_up_proj_bias", "down_proj_bias"),
             *("q_proj.bias", "k_proj.bias", "v_proj.bias", "o_proj.bias"),
         ),
+    ),
+    GoldenSpec(
+        name="window",
+        family="mixtral",
+        **_shape(96, 32, 24, num_layers=2, heads=(4, 2, 8)),
+        tied=False,
+        rope_theta=50_000.0,
+        settings={"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 13},
+        wrong_settings=(("num_experts_per_tok", 1), ("sliding_window", None)),
+        wrong_weights=("mlp.gate.weight",),
+    ),
+    GoldenSpec(
+        name="yarn",
+        family="olmo2",
+        **_shape(96, 32, 40, num_layers=2, heads=(4, 2, 8)),
+        tied=False,
+        rope_theta=10_000.0,
+        rope=_YARN,
+        wrong_settings=(
+            ("rope_parameters", {"rope_type": "default", "rope_theta": 10_000.0}),
+            ("rope_parameters", _YARN | {"factor": 2.0}),
+            ("rope_parameters", _YARN | {"attention_factor": 1.0}),
+            ("rope_parameters", _YARN | {"beta_fast": 32.0}),
+            ("rope_parameters", _YARN | {"original_max_position_embeddings": 128}),
+        ),
+        wrong_weights=_OLMO_NORMS,
+    ),
+    # Made by transformers 5.12, which has one embedding for both types of layer.
+    GoldenSpec(
+        name="window",
+        family="olmo3",
+        **_shape(96, 32, 40, num_layers=4, heads=(4, 4, 8)),
+        tied=False,
+        rope_theta=500_000.0,
+        settings={"sliding_window": 13},
+        wrong_settings=(
+            ("sliding_window", 12),
+            ("layer_types", [_SLIDING, _SLIDING, _FULL, _FULL]),
+        ),
+        wrong_weights=_OLMO_NORMS,
     ),
     # Nothing divides anything: heads 3 to 1, 5 experts of 20 channels, 3 of them for a token.
     GoldenSpec(

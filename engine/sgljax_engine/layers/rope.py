@@ -51,6 +51,37 @@ def stretch_llama3(
     return timescales / (kept + (1 - kept) / factor)
 
 
+def stretch_yarn(
+    timescales: jax.Array,
+    *,
+    theta: float,
+    factor: float,
+    beta_fast: float,
+    beta_slow: float,
+    original_context_length: int,
+    truncate: bool,
+) -> jax.Array:
+    """YaRN's stretching of timescales [head_dim // 2] (rope_type "yarn"; Peng et al., 2023).
+
+    Channels that turn fewer than `beta_slow` times within the original context are slowed down by
+    `factor`, those that turn more than `beta_fast` times stay unchanged, and frequencies in between
+    are interpolated by the channel's index.
+    """
+    size = 2 * timescales.shape[0]
+
+    def channel(num_turns: float) -> float:
+        turns_of_first = original_context_length / (2 * math.pi)
+        return size * math.log(turns_of_first / num_turns) / (2 * math.log(theta))
+
+    first, last = channel(beta_fast), channel(beta_slow)
+    if truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, size - 1)
+    width = last - first or 0.001  # of a step
+    slowed = jnp.clip((jnp.arange(size // 2, dtype=jnp.float32) - first) / width, 0.0, 1.0)
+    return timescales / (slowed / factor + (1 - slowed))
+
+
 def constant_timescales(make: Callable[[], jax.Array]) -> np.ndarray:
     """Timescales with the same bits in each program: computed now, and copied to the host."""
     with jax.ensure_compile_time_eval():

@@ -22,6 +22,7 @@ from sgljax_engine.layers.rope import (
     keep_fastest,
     rope_timescales,
     stretch_llama3,
+    stretch_yarn,
 )
 from sgljax_engine.model_config import ModelConfig, RopeConfig
 from sgljax_engine.models.decoder_params import DecoderTraits, norm_offset, param_specs
@@ -176,7 +177,7 @@ class _Layers(NamedTuple):
     ) -> _LayerResult:
         tokens = self.tokens._replace(adapters=adapters)
         inner = self._replace(params=weights, kind=kind, tokens=tokens)
-        h = inner.norm("input_layernorm", x)
+        h = inner.norm("input_layernorm", x) if self.traits.has_pre_norms else x
         if kind.has_state:
             out, cache = inner.recurrence(h, cache)
             x, experts = inner.add_mlp(x + out)
@@ -204,7 +205,10 @@ class _Layers(NamedTuple):
         gate = None
         if self.context.takes_projections and self.has_plain_heads:
             names = [f"self_attn.{name}_proj" for name in "qkv"]
-            q, k, v = (split_heads(x, kind.head_dim) for x in self.linears(names, h))
+            q, k, v = (
+                split_heads(self.whole_norm(name, x), kind.head_dim)
+                for name, x in zip(names, self.linears(names, h), strict=True)
+            )
             tokens: jax.Array | NewTokens = NewTokens(q, k, v, self.prologue(*rope))
         else:
             tokens, gate = self.project_qkv("self_attn.", h, *rope)
@@ -225,8 +229,19 @@ class _Layers(NamedTuple):
         turns = self.kind.rope[0].rotary_dim is None
         return self.kind.owns_kv and has_values and is_plain and turns
 
+    @property
+    def normalizes_heads(self) -> bool:
+        """Whether queries and keys are normalised head by head."""
+        return self.traits.has_qk_norm and not self.traits.normalizes_whole_qk
+
+    def whole_norm(self, name: str, x: jax.Array) -> jax.Array:
+        """The output of a projection, normalised over all heads if there is such a norm."""
+        norm = name.replace("_proj", "_norm")
+        has_norm = self.traits.normalizes_whole_qk and f"{norm}.weight" in self.params
+        return self.norm(norm, x) if has_norm else x
+
     def prologue(self, sin: jax.Array, cos: jax.Array) -> Prologue:
-        if not self.traits.has_qk_norm:
+        if not self.normalizes_heads:
             return Prologue(sin, cos)
         q_norm, eps, offset = self.norm_of("self_attn.q_norm")
         return Prologue(sin, cos, q_norm, self.norm_of("self_attn.k_norm")[0], eps, offset)
@@ -237,7 +252,8 @@ class _Layers(NamedTuple):
             return self.add_mlp(self.add_linear(x, "self_attn.o_proj", out))
         out = self.linear("self_attn.o_proj", out)
         x = x + self.norm("post_attention_layernorm", out)
-        gated = self.gated("mlp.", self.norm("pre_feedforward_layernorm", x))
+        h = self.norm("pre_feedforward_layernorm", x) if self.traits.has_pre_norms else x
+        gated = self.gated("mlp.", h)
         out, experts = self.linear("mlp.down_proj", gated), None
         if self.context.config.moe is not None:
             beside, experts = self.experts_beside(x)
@@ -270,10 +286,11 @@ class _Layers(NamedTuple):
         assert kind is not None
 
         def project(name: str) -> jax.Array:
-            return split_heads(self.linear(prefix + name, h), kind.head_dim)
+            name = prefix + name
+            return split_heads(self.whole_norm(name, self.linear(name, h)), kind.head_dim)
 
         def rotate(x: jax.Array, name: str) -> jax.Array:
-            norm = self.norm_of(prefix + name) if self.traits.has_qk_norm else None
+            norm = self.norm_of(prefix + name) if self.normalizes_heads else None
             return self.rotated(x, norm, sin, cos)
 
         q, gate = project("q_proj"), None
@@ -408,11 +425,17 @@ class _Layers(NamedTuple):
                 found = found * rope.linear_factor
             if rope.llama3 is not None:
                 found = stretch_llama3(found, **dataclasses.asdict(rope.llama3))
+            if rope.yarn is not None:
+                found = stretch_yarn(found, theta=rope.theta, **dataclasses.asdict(rope.yarn))
+            if rope.channel_factors:
+                found = found * jnp.asarray(rope.channel_factors, found.dtype)
             if rope.rotary_fraction != 1.0:
                 found = keep_fastest(found, rope.rotary_fraction)
             return found
 
-        return self.context.kernels.rope_tables(self.tokens.positions, timescales)
+        sin, cos = self.context.kernels.rope_tables(self.tokens.positions, timescales)
+        factor = jnp.asarray(rope.attention_factor, sin.dtype)
+        return (sin, cos) if rope.attention_factor == 1.0 else (sin * factor, cos * factor)
 
 
 def _adapter_change(

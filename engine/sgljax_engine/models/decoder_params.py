@@ -16,12 +16,13 @@ from sgljax_engine.models.spec import KVHeads, ParamAxis, ParamKind, ParamSpec
 class DecoderTraits(NamedTuple):
     """Traits of an architecture that its config does not hold.
 
-    Queries and keys are normalised head by head before the rotary embedding (`has_qk_norm`), values
-    without a weight. With `has_post_norms` the outputs of attention and MLP are normalised too,
-    before they are added. Offset norms have weights stored minus one. `scales_embeddings`
-    multiplies them by sqrt(hidden_size), a layer scale the layer's output by a number of its own.
-    With `has_output_gate` the query projection gives, for each head, its queries and then a gate
-    for each channel of the output. Sinks are scores that each query head adds to its softmax.
+    Queries and keys are normalised before the rotary embedding (`has_qk_norm`), head by head or all
+    heads together (`normalizes_whole_qk`), values without a weight. With `has_post_norms` the
+    outputs of attention and MLP are normalised too, before they are added; without `has_pre_norms`
+    their inputs are not. Offset norms have weights stored minus one. `scales_embeddings` multiplies
+    them by sqrt(hidden_size), a layer scale the layer's output by a number of its own. With
+    `has_output_gate` the query projection gives, for each head, its queries and then a gate for
+    each channel of the output. Sinks are scores that each query head adds to its softmax.
     `router` is the name of the experts' one.
     """
 
@@ -36,6 +37,8 @@ class DecoderTraits(NamedTuple):
     has_output_gate: bool = False
     has_sinks: bool = False
     router: str = "gate"
+    normalizes_whole_qk: bool = False
+    has_pre_norms: bool = True
 
 
 def norm_offset(config: ModelConfig, traits: DecoderTraits) -> float:
@@ -56,14 +59,16 @@ def param_specs(config: ModelConfig, traits: DecoderTraits) -> dict[str, ParamSp
         specs.norm("model.per_layer_projection_norm", config.per_layer_input_size)
     for i in range(config.num_layers):
         layer = f"model.layers.{i}"
-        specs.norm(f"{layer}.input_layernorm", dim)
+        if traits.has_pre_norms:
+            specs.norm(f"{layer}.input_layernorm", dim)
         if config.linear_attention is not None and config.has_state(i):
             specs.found.update(net_specs(f"{layer}.linear_attn.", dim, config.linear_attention))
         else:
             specs.attention(f"{layer}.self_attn", i)
         specs.norm(f"{layer}.post_attention_layernorm", dim)
-        if traits.has_post_norms:
+        if traits.has_post_norms and traits.has_pre_norms:
             specs.norm(f"{layer}.pre_feedforward_layernorm", dim)
+        if traits.has_post_norms:
             specs.norm(f"{layer}.post_feedforward_layernorm", dim)
         if config.moe is None or config.moe.is_beside_mlp:
             specs.mlp(f"{layer}.mlp", config.mlp_size(i))
@@ -103,10 +108,10 @@ class _Specs(NamedTuple):
         if has_bias:
             self.found[bias] = ParamSpec(shape[1:], ParamKind.BIAS, axes[1:], bias)
 
-    def norm(self, name: str, size: int) -> None:
+    def norm(self, name: str, size: int, axis: ParamAxis = None) -> None:
         is_offset = norm_offset(self.config, self.traits) == 1.0
         kind = ParamKind.OFFSET_NORM if is_offset else ParamKind.NORM
-        self.found[f"{name}.weight"] = ParamSpec((size,), kind, (None,), f"{name}.scale")
+        self.found[f"{name}.weight"] = ParamSpec((size,), kind, (axis,), f"{name}.scale")
 
     def table(self, name: str, width: int, kind: ParamKind) -> None:
         shape, alias = (self.config.vocab_size, width), f"{name}.embedding"
@@ -130,9 +135,11 @@ class _Specs(NamedTuple):
             shape = (config.num_heads,)
             self.found[sinks] = ParamSpec(shape, ParamKind.BIAS, ("heads",), sinks)
         if self.traits.has_qk_norm:
-            self.norm(f"{name}.q_norm", kv.head_dim)
+            is_whole = self.traits.normalizes_whole_qk
+            self.norm(f"{name}.q_norm", *((num_out, "heads") if is_whole else (kv.head_dim,)))
             if owns_kv:
-                self.norm(f"{name}.k_norm", kv.head_dim)
+                whole = (kv.num_heads * kv.head_dim, KVHeads(kv.num_heads))
+                self.norm(f"{name}.k_norm", *(whole if is_whole else (kv.head_dim,)))
 
     def heads(self, name: str, size: int, axis: ParamAxis) -> None:
         has_bias = self.traits.has_qkv_bias or self.config.attention_bias

@@ -19,11 +19,11 @@ import logging
 
 import jax
 
-from sgljax_engine.errors import UnsupportedModelError
 from sgljax_engine.model_config import AttentionConfig, ModelConfig, RopeConfig
 from sgljax_engine.models import hf
 from sgljax_engine.models.decoder import decoder
 from sgljax_engine.models.decoder_params import DecoderTraits
+from sgljax_engine.models.hf_rope import read_layer_rope, read_rope
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def _gemma_config(config: hf.HfConfig) -> ModelConfig:
     hf.warn_without_effect(config, "mlp_bias")
     return hf.dense_config(
         config,
-        rope=hf.read_rope(config),
+        rope=read_rope(config),
         tied_by_default=True,
         attention_bias=hf.flag(config, "attention_bias"),
     )
@@ -88,7 +88,7 @@ def _gemma_config(config: hf.HfConfig) -> ModelConfig:
 
 def _gemma2_config(config: hf.HfConfig) -> ModelConfig:
     config = hf.with_defaults(config, _GEMMA2_DEFAULTS)
-    return _windowed_config(config, hf.read_rope(config), _attention_config(config, _PATTERN2))
+    return _windowed_config(config, read_rope(config), _attention_config(config, _PATTERN2))
 
 
 def _gemma3_config(config: hf.HfConfig) -> ModelConfig:
@@ -101,21 +101,7 @@ def _gemma3_config(config: hf.HfConfig) -> ModelConfig:
 
 
 def _rope3(config: hf.HfConfig, kind: str, theta: float | None) -> RopeConfig:
-    """The rotary embedding of one type of layer.
-
-    transformers 5 nests one per type; 4 has top-level names for both, and `rope_scaling` for layers
-    with full attention, whose settings replace nested ones.
-    """
-    nested = config.get("rope_parameters") or {}
-    if nested and not nested.keys() & _THETAS.keys():
-        raise UnsupportedModelError(
-            f"rope_parameters={nested!r} is not supported, only an embedding for each of "
-            f"{', '.join(map(repr, _THETAS))}: transformers would ignore these settings"
-        )
-    settings = {"rope_theta": _THETAS[kind] if theta is None else theta, **(nested.get(kind) or {})}
-    if kind == hf.FULL:
-        settings |= config.get("rope_scaling") or {}
-    return hf.parse_rope(settings, config)
+    return read_layer_rope(config, kind, _THETAS[kind] if theta is None else theta)
 
 
 def _windowed_config(

@@ -15,6 +15,7 @@ from sgljax_engine.errors import UnsupportedModelError
 from sgljax_engine.model_config import AttentionConfig, KVShape, ModelConfig, MoEConfig, RopeConfig
 from sgljax_engine.models import gemma, hf
 from sgljax_engine.models.decoder import decoder
+from sgljax_engine.models.hf_rope import parse_rope
 
 _SLIDING_PATTERN = 6
 _TEXT_DEFAULTS = {
@@ -97,9 +98,7 @@ def _rope(config: hf.HfConfig, kind: str) -> RopeConfig:
         raise UnsupportedModelError(
             f"rope_scaling={config['rope_scaling']!r} is not supported, only rope_parameters"
         )
-    return (
-        _DEFAULT_ROPES[kind] if nested is None else hf.parse_rope(hf.require(nested, kind), config)
-    )
+    return _DEFAULT_ROPES[kind] if nested is None else parse_rope(hf.require(nested, kind), config)
 
 
 def _attention(config: hf.HfConfig) -> AttentionConfig:

@@ -11,9 +11,12 @@ from sgljax_engine.model_config import AttentionConfig, ModelConfig, MoEConfig
 from sgljax_engine.models import hf
 from sgljax_engine.models.decoder import decoder
 from sgljax_engine.models.decoder_params import DecoderTraits
+from sgljax_engine.models.hf_rope import read_rope
 
 _LIMIT = 7.0
 """`swiglu_limit`, which transformers does not read."""
+
+_THETA = 150_000.0
 
 _DEFAULTS = {
     "num_key_value_heads": 8,
@@ -23,7 +26,6 @@ _DEFAULTS = {
     "sliding_window": 128,
     "num_experts_per_tok": 4,
     "attention_bias": True,
-    "rope_theta": 150_000.0,
 }
 _ROPE = {
     "rope_type": "yarn",
@@ -58,7 +60,7 @@ def _config(config: hf.HfConfig) -> ModelConfig:
         require(window is not None, "sliding_window", window, "set, since layer_types has sliding")
     return hf.dense_config(
         config,
-        rope=hf.read_rope(config),
+        rope=read_rope(config, theta=_THETA),
         tied_by_default=False,
         attention=AttentionConfig(sliding_window=window, sliding_layers=sliding),
         attention_bias=hf.flag(config, "attention_bias"),

@@ -6,7 +6,6 @@ concern training, generation or speed, or that no model here has, are ignored.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +16,6 @@ from sgljax_engine.errors import InvalidConfigError, UnsupportedModelError
 from sgljax_engine.model_config import (
     AttentionConfig,
     LinearAttentionConfig,
-    Llama3Scaling,
     ModelConfig,
     MoEConfig,
     RopeConfig,
@@ -38,22 +36,6 @@ _ONLY_SUPPORTED: dict[str, Any] = {
 
 _OF_THE_WHOLE = ("eos_token_id", "quantization_config")
 """Settings that a multimodal model's config.json has outside `text_config`, where they decide."""
-
-_ROPE_FIELDS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "proportional": (),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-}
-_ROPE_OPTIONS: dict[str, tuple[str, ...]] = {
-    "proportional": ("factor",),
-    "llama3": ("original_max_position_embeddings",),
-}
-_OF_IMAGES = ("mrope_section", "mrope_interleaved")
-"""Settings of rotary embeddings that only tell apart positions of images."""
-
-_THETA = 10_000.0
-"""Base of a rotary embedding whose config names none, as of transformers' classes."""
 
 _PLAIN_ATTENTION = AttentionConfig()
 
@@ -164,79 +146,6 @@ def _layers_of_kind(hf: HfConfig, kind: str, pattern: int) -> tuple[bool, ...]:
     return tuple(each == kind for each in kinds)
 
 
-def read_rope(hf: HfConfig, *, rotates_part: bool = False) -> RopeConfig:
-    """The rotary embedding of a model that has the same one in all layers.
-
-    transformers 4 writes rope_theta at the top level and the rest, if any, in rope_scaling;
-    transformers 5 writes everything in rope_parameters. Where both are, rope_scaling replaces
-    rope_parameters, and what the one that counts leaves out is taken from the top level.
-    """
-    settings = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
-    for kind in (FULL, SLIDING, LINEAR):
-        if kind in settings:
-            raise UnsupportedModelError(
-                f"rope_parameters has {kind!r}, but this architecture has one rotary embedding for "
-                "all layers"
-            )
-    settings.setdefault("rope_theta", hf.get("rope_theta", _THETA))
-    part = hf.get("partial_rotary_factor")
-    if part is not None:
-        settings.setdefault("partial_rotary_factor", part)
-    return parse_rope(settings, hf, rotates_part=rotates_part)
-
-
-def parse_rope(settings: HfConfig, hf: HfConfig, *, rotates_part: bool = False) -> RopeConfig:
-    """Parses `rope_scaling` of transformers 4, or (a part of) `rope_parameters` of 5.
-
-    `rotates_part` says whether `partial_rotary_factor` has an effect on types other than
-    "proportional".
-    """
-    kind = settings.get("rope_type", settings.get("type", "default"))
-    if not isinstance(kind, str) or kind not in _ROPE_FIELDS:
-        raise UnsupportedModelError(
-            f"rope_type={kind!r} is not supported, only {', '.join(map(repr, _ROPE_FIELDS))}"
-        )
-    options = _ROPE_OPTIONS.get(kind, ())
-    part = settings.get("partial_rotary_factor")
-    part = 1.0 if part is None else part
-    known = {"rope_type", "type", "rope_theta", *_ROPE_FIELDS[kind], *options, *_OF_IMAGES}
-    if kind == "proportional" or rotates_part or part == 1:
-        known.add("partial_rotary_factor")
-    if settings.get("factor") == 1:  # no stretching, of whatever type
-        known.add("factor")
-    for name, value in settings.items():
-        if name not in known and value is not None:
-            raise UnsupportedModelError(f"{name}={value!r} is not supported for rope_type={kind!r}")
-    part = number("partial_rotary_factor", part)
-    theta = settings.get("rope_theta")
-    if theta is None:
-        raise InvalidConfigError(
-            "config.json has no 'rope_theta', neither top-level nor in rope_parameters"
-        )
-    rope = RopeConfig(theta=number("rope_theta", theta))
-    if kind == "linear":
-        factor = number("factor", require(settings, "factor"))
-        rope = dataclasses.replace(rope, linear_factor=factor)
-    elif kind == "proportional":
-        factor = 1.0 if settings.get("factor") is None else number("factor", settings["factor"])
-        rope = dataclasses.replace(rope, linear_factor=factor, rotary_fraction=part)
-    elif kind == "llama3":
-        rope = dataclasses.replace(rope, llama3=_llama3(settings, hf))
-    if kind == "proportional" or part == 1:
-        return rope
-    head_dim = require(hf, "head_dim")
-    check_count("head_dim", head_dim)
-    return dataclasses.replace(rope, rotary_dim=int(head_dim * part))
-
-
-def _llama3(settings: HfConfig, hf: HfConfig) -> Llama3Scaling:
-    """The stretching of type "llama3"; the config's own original length comes first."""
-    name = "original_max_position_embeddings"
-    length = hf.get(name, settings.get(name, hf.get("max_position_embeddings")))
-    fields = {name: require(settings, name) for name in _ROPE_FIELDS["llama3"]}
-    return Llama3Scaling(**fields, original_context_length=length)
-
-
 def dense_config(
     hf: HfConfig,
     *,
@@ -258,6 +167,10 @@ def dense_config(
     kv_heads, head_dim = hf.get("num_key_value_heads"), hf.get("head_dim")
     tied = hf.get("tie_word_embeddings")
     tied = tied_by_default if tied is None else tied
+    context_length = require(hf, "max_position_embeddings")
+    if rope.yarn is not None:  # model cards add it, and leave max_position_embeddings as it was
+        check_count("context_length", context_length)
+        context_length = max(context_length, rope.yarn.context_length)
     check(isinstance(tied, bool), "tie_word_embeddings", tied, "true or false")
     return ModelConfig(
         architecture=require(hf, "architectures")[0],
@@ -271,7 +184,7 @@ def dense_config(
         rope=rope,
         rms_norm_eps=number("rms_norm_eps", require(hf, "rms_norm_eps")),
         tie_word_embeddings=tied,
-        context_length=require(hf, "max_position_embeddings"),
+        context_length=context_length,
         eos_token_ids=end_ids(hf.get("eos_token_id")),
         attention=attention,
         final_logit_softcap=final_logit_softcap,

@@ -11,7 +11,7 @@ import numpy as np
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ParamKind
-from sgljax_engine.models.weight_rules import expert_name
+from sgljax_engine.models.weight_rules import expert_name, stored_name
 from sgljax_engine.weights.forms import Form
 from sgljax_engine.weights.hf_files import HfTensor, mapped_tensors
 from sgljax_engine.weights.rules import WeightRule
@@ -57,11 +57,11 @@ def to_hf_tensors(
             tensor = _by_output(tensor)
         if specs[name].kind is ParamKind.EXPERTS:
             for expert in range(tensor.shape[0]):
-                tensors[expert_name(name, expert)] = _expert(tensor, expert)
+                tensors[stored_name(model, expert_name(name, expert))] = _expert(tensor, expert)
         elif specs[name].kind is ParamKind.RECURRENT and len(tensor.shape) > 1:
             tensors[name] = _depthwise(tensor)
         else:
-            tensors[name] = tensor
+            tensors[stored_name(model, name)] = tensor
     return tensors
 
 

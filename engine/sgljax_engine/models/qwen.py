@@ -12,6 +12,7 @@ from sgljax_engine.model_config import AttentionConfig, ModelConfig, MoEConfig
 from sgljax_engine.models import hf
 from sgljax_engine.models.decoder import decoder
 from sgljax_engine.models.decoder_params import DecoderTraits
+from sgljax_engine.models.hf_rope import read_rope
 
 _DEFAULTS = {
     "num_key_value_heads": 32,
@@ -45,7 +46,7 @@ def _dense_config(config: hf.HfConfig) -> ModelConfig:
     hf.check_settings(config, hidden_act=hf.SILU, use_sliding_window=(True, False))
     return hf.dense_config(
         config,
-        rope=hf.read_rope(config),
+        rope=read_rope(config),
         tied_by_default=False,
         attention=_attention(config),
         attention_bias=hf.flag(config, "attention_bias"),
@@ -101,7 +102,7 @@ def _moe_config(config: hf.HfConfig) -> ModelConfig:
     config = {**config, "intermediate_size": moe.intermediate_size}
     return hf.dense_config(
         config,
-        rope=hf.read_rope(config),
+        rope=read_rope(config),
         tied_by_default=False,
         attention=hf.sliding_everywhere(config, _window(config)),
         attention_bias=hf.flag(config, "attention_bias"),

@@ -16,6 +16,7 @@ from sgljax_engine.model_config import LinearAttentionConfig, ModelConfig, MoECo
 from sgljax_engine.models import hf
 from sgljax_engine.models.decoder import decoder
 from sgljax_engine.models.decoder_params import DecoderTraits
+from sgljax_engine.models.hf_rope import read_rope
 
 _NETS = {
     "linear_num_key_heads": 16,
@@ -109,7 +110,7 @@ def _config(config: hf.HfConfig, *, is_grouped: bool, moe: MoEConfig | None = No
             f"mlp_only_layers={config['mlp_only_layers']!r} is not supported, only []: all layers "
             "must have experts"
         )
-    rope = hf.read_rope(config, rotates_part=True)
+    rope = read_rope(config, rotates_part=True)
     if moe is not None:
         # config.json's own intermediate_size is that of MLPs which no layer has.
         config = {**config, "intermediate_size": moe.intermediate_size}

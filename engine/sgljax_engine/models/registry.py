@@ -8,7 +8,7 @@ from typing import Any
 
 from sgljax_engine.errors import InvalidConfigError, UnsupportedModelError
 from sgljax_engine.model_config import ModelConfig
-from sgljax_engine.models import gemma, gemma4, gpt_oss, llama, qwen, qwen_hybrid
+from sgljax_engine.models import gemma, gemma4, gpt_oss, llama, olmo, qwen, qwen_hybrid
 from sgljax_engine.models.spec import ModelDefinition
 from sgljax_engine.weights.hf_json import read_end_ids, read_json
 from sgljax_engine.weights.hf_tables import holds_two_tables
@@ -26,6 +26,9 @@ MODELS: dict[str, ModelDefinition] = {
     "GptOssForCausalLM": gpt_oss.MODEL,
     "LlamaForCausalLM": llama.LLAMA,
     "MistralForCausalLM": llama.MISTRAL,
+    "MixtralForCausalLM": llama.MIXTRAL,
+    "Olmo2ForCausalLM": olmo.OLMO2,
+    "Olmo3ForCausalLM": olmo.OLMO3,
     "Qwen2ForCausalLM": qwen.QWEN2,
     "Qwen3ForCausalLM": qwen.QWEN3,
     "Qwen3NextForCausalLM": qwen_hybrid.QWEN3_NEXT,
@@ -48,6 +51,9 @@ _OF_TYPES = {
     "gpt_oss": "GptOssForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",

@@ -26,6 +26,16 @@ from sgljax_engine.weights.rules import (
     flatten_named,
 )
 
+_STORED = {
+    "MixtralForCausalLM": (
+        (".mlp.", ".block_sparse_moe."),
+        (".gate_proj.weight", ".w1.weight"),
+        (".down_proj.weight", ".w2.weight"),
+        (".up_proj.weight", ".w3.weight"),
+    ),
+}
+"""Parts of names as in the memory of transformers 5, and as in files."""
+
 _BESIDE_TEXT = (
     "vision_tower",
     "multi_modal_projector",
@@ -64,6 +74,11 @@ def hf_rules(model_config: ModelConfig) -> tuple[Rule, ...]:
     for name in dict.fromkeys(re.sub(r"\.\d+\.", ".*.", stack) for stack in stacks):
         has_bias = model_config.moe is not None and model_config.moe.has_bias
         rules += _interleaved_rules(name) if has_bias else _expert_rules(name)
+    rules += [
+        rule._replace(source=name)
+        for rule in rules
+        if (name := stored_name(model_config, rule.source)) != rule.source
+    ]
     rules.append(Rule("model.layers.*.self_attn.rotary_emb.inv_freq", None))
     for layer in range(model_config.num_layers):
         if model_config.kv_layer(layer) != layer:
@@ -114,6 +129,13 @@ def _multimodal_rules(rules: list[Rule]) -> list[Rule]:
         Rule(f"{prefix}{module}.**", None) for prefix in ("", "model.") for module in _BESIDE_TEXT
     ]
     return [*heads, *beside]
+
+
+def stored_name(model_config: ModelConfig, name: str) -> str:
+    """The name that Hugging Face's files have for a name in the memory of transformers 5."""
+    for part, stored in _STORED.get(model_config.architecture, ()):
+        name = name.replace(part, stored)
+    return name
 
 
 def expert_name(stack: str, expert: int | str) -> str:
