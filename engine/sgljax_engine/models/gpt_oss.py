@@ -6,7 +6,6 @@ MXFP4, which are dequantised when they are loaded; see `weights.mxfp4`.
 
 from __future__ import annotations
 
-from sgljax_engine.checks import require
 from sgljax_engine.model_config import AttentionConfig, ModelConfig, MoEConfig
 from sgljax_engine.models import hf
 from sgljax_engine.models.decoder import decoder
@@ -55,14 +54,14 @@ def _config(config: hf.HfConfig) -> ModelConfig:
         has_bias=True,
         swiglu_limit=_LIMIT,
     )
-    sliding, window = hf.sliding_layers(config, 2), config["sliding_window"]
-    if any(sliding):
-        require(window is not None, "sliding_window", window, "set, since layer_types has sliding")
+    attention = AttentionConfig(
+        sliding_window=config["sliding_window"], sliding_layers=hf.sliding_layers(config, 2)
+    )
     return hf.dense_config(
         config,
         rope=read_rope(config, theta=_THETA),
         tied_by_default=False,
-        attention=AttentionConfig(sliding_window=window, sliding_layers=sliding),
+        attention=attention,
         attention_bias=hf.flag(config, "attention_bias"),
         moe=moe,
     )
