@@ -109,7 +109,8 @@ def test_both_forms_of_a_checkpoint_are_one_model():
     ],
 )
 def test_blocks_without_their_scales_are_named(change, message):
-    arrays = dict(zip(("w_blocks", "w_scales"), quantized(2, 6, 64), strict=True))
+    blocks, scales = quantized(2, 6, 64)
+    arrays = {"w_blocks": blocks, "w_scales": scales}
     change(arrays)
     with pytest.raises(WeightLoadError, match=message):
         join_blocks(arrays)

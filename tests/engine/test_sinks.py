@@ -61,7 +61,10 @@ def test_tiles_of_prompts(options):
     case = case_of((16, 8, 2, 16, 32))
 
     def attend(q: Any, layer: Any, tables: Any, options: AttentionOptions, sinks: Any) -> jax.Array:
-        return prefill_attention(q, *layer, *tables, Scores(*options), sinks, interpret=True)
+        scores = Scores(*options)
+        return prefill_attention(
+            q, layer.k, layer.v, *tables, options=scores, sinks=sinks, interpret=True
+        )
 
     sinks = sinks_of(case)
     case.check(case.run(attend, OPTIONS[options], sinks), OPTIONS[options], 2e-5, sinks)
@@ -90,7 +93,8 @@ def test_kernels_that_write_keys(attention, shape, options):
     q = case.queries.reshape(-1, *case.queries.shape[2:])
     half = shape[4] // 2
     still = Prologue(jnp.zeros((len(q), 1, half)), jnp.ones((len(q), 1, half)))
-    new = NewTokens(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)), sinks=jnp.asarray(sinks))
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
+    new = NewTokens(q, k, v, sinks=jnp.asarray(sinks))
     if attention.takes_projections:
         new = new._replace(prologue=still)
     table = jnp.repeat(tables.page_table, count, axis=0)
