@@ -75,7 +75,11 @@ def expected_mix(x, routing, experts, is_used):
 def mix_of(way: str):
     if way == "kernels" and unavailable() is not None:
         pytest.skip(f"no JIT-compiled CPU kernels here: {unavailable()}")
-    return jax.jit(functools.partial(mix, kernels=WAYS[way], activation=jax.nn.silu))
+
+    def gated(gate, up):
+        return jax.nn.silu(gate) * up
+
+    return jax.jit(functools.partial(mix, kernels=WAYS[way], gated=gated))
 
 
 def placed(experts: Any, way: str) -> Any:
