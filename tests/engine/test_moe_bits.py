@@ -98,7 +98,7 @@ for base, count, sharded in (
         assert shard == ((6, 32, 6) if sharded == "width" else (2, 32, 24)), shard
         found, got = results(engine)
         assert found == ids, sharded
-        np.testing.assert_allclose(got, logprobs, atol=1e-5)
+        np.testing.assert_allclose(got, logprobs, atol=3e-5)
         assert engine.get_weights_checksum() == checksums
         engine.update_weights(jax.device_put(weights, devices[0, 3]), verify=True)
         assert results(engine)[0] == ids
