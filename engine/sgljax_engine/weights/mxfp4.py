@@ -18,7 +18,7 @@ from sgljax_engine.errors import WeightLoadError
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _BLOCK_BYTES = 16
 _BIAS = 127
-"""Of a scale's exponent."""
+"""Added to the exponent of a scale."""
 
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
