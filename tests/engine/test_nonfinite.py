@@ -27,7 +27,7 @@ from sgljax_engine import (
 from sgljax_engine.sampling.sampler import Sampled, sample
 from tests.engine.determinism_cases import using
 from tests.engine.interrupts import assert_idle
-from tests.engine.models import GPT_OSS, HYBRID, TINY, TINY_MOE, random_prompts, spread_weights
+from tests.engine.models import HYBRID, TINY, TINY_MOE, random_prompts, spread_weights
 from tests.engine.sampler_cases import SAMPLERS, patched
 from tests.engine.test_sampler import batch
 from tests.geometry import CHUNKED, SMALL
@@ -162,7 +162,6 @@ class TestGenerate:
             pytest.param(TINY, CHUNKED, id="chunks"),
             pytest.param(HYBRID, {}, id="hybrid", marks=pytest.mark.soak),
             pytest.param(TINY_MOE, {}, id="experts", marks=pytest.mark.soak),
-            pytest.param(GPT_OSS, {}, id="sinks", marks=pytest.mark.soak),
         ],
     )
     def test_in_every_kind_of_step(self, model, options):
