@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from sgljax_cpu.attention_tile import Attention, AttentionShape, Pages, Queries
-from sgljax_cpu.emit import I32, I64, PTR, VOID, Code, Module, Value, f32, vector
+from sgljax_cpu.emit import F32, I32, I64, PTR, VOID, Code, Module, Value, f32, vector
 from sgljax_cpu.machine import Vectors
 from sgljax_cpu.numbers import STORED, store_float
 from sgljax_cpu.operation import Operation, Plan, Shapes, read_values
@@ -38,6 +38,7 @@ def paged_attention(
     positions: jax.Array,
     kv_lens: jax.Array,
     shape: AttentionShape,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention of blocks of queries, each block of one request, inside a program.
 
@@ -50,6 +51,8 @@ def paged_attention(
         positions: [N, Q] int32.
         kv_lens: [N] int32, keys that exist; 0 for unused blocks.
         shape: The shape that the kernel is compiled for.
+        sinks: [num_heads] float32, for each head the score of a key without a value that every
+            query sees; None without.
 
     Returns:
         [N * Q, num_heads, head_dim] float32, 0 for unused blocks.
@@ -57,7 +60,9 @@ def paged_attention(
     assert q.dtype == jnp.float32, q.dtype
     per_tile = min(max(_QUERY_ROWS // shape.group, 1), positions.shape[1])
     arrays = [q, k_pages, v_pages, page_table, positions, kv_lens]
-    return run_one(_attention(shape, per_tile), arrays, jax.ShapeDtypeStruct(q.shape, jnp.float32))
+    arrays += [] if sinks is None else [sinks]
+    operation = _attention(shape, per_tile, sinks is not None)
+    return run_one(operation, arrays, jax.ShapeDtypeStruct(q.shape, jnp.float32))
 
 
 def write_kv(
@@ -129,10 +134,10 @@ def _write_tokens(module: Module, vectors: Vectors, *, dtype: str) -> Value:
 
 
 @functools.cache
-def _attention(shape: AttentionShape, per_tile: int) -> Operation:
+def _attention(shape: AttentionShape, per_tile: int, has_sinks: bool) -> Operation:
     return Operation(
         "attention",
-        functools.partial(_write_chunk, shape=shape, per_tile=per_tile),
+        functools.partial(_write_chunk, shape=shape, per_tile=per_tile, has_sinks=has_sinks),
         functools.partial(_plan, shape=shape, per_tile=per_tile),
     )
 
@@ -152,13 +157,13 @@ def _plan(
 
 
 def _write_chunk(
-    module: Module, vectors: Vectors, *, shape: AttentionShape, per_tile: int
+    module: Module, vectors: Vectors, *, shape: AttentionShape, per_tile: int, has_sinks: bool
 ) -> Value:
     """Writes f(values, chunk): some tiles of one kv head."""
-    one_tile = _write_tile(module, vectors.lanes, shape, per_tile)
+    one_tile = _write_tile(module, vectors.lanes, shape, per_tile, has_sinks)
     with Code(module, "tiles", VOID, [PTR, I64]) as code:
         values, chunk = code.arguments
-        *_, total, _, _, _, size = read_values(code, values, 7, 5)
+        *_, total, _, _, _, size = read_values(code, values, 7 + has_sinks, 5)
         # Neighbouring rows, which may share keys, come one after another.
         per_head = code.ceil_div(total, size)
         head, first = code.div(chunk, per_head), code.mul(code.rem(chunk, per_head), size)
@@ -167,13 +172,17 @@ def _write_chunk(
     return code.function
 
 
-def _write_tile(module: Module, lanes: int, shape: AttentionShape, per_tile: int) -> Value:
+def _write_tile(
+    module: Module, lanes: int, shape: AttentionShape, per_tile: int, has_sinks: bool
+) -> Value:
     """Writes f(values, tile, kv_head): some queries of a block, and their heads of a kv head."""
     with Code(module, "tile", VOID, [PTR, I64, I64]) as code:
         values, tile, head = code.arguments
-        q, k_pages, v_pages, table, positions, kv_lens, out, *sizes = read_values(
-            code, values, 7, 5
+        q, k_pages, v_pages, table, positions, kv_lens, *others = read_values(
+            code, values, 7 + has_sinks, 5
         )
+        *sinks, out = others[: 1 + has_sinks]
+        sizes = others[1 + has_sinks :]
         _, width, num_queries, tiles, _ = sizes
         block, begin = code.div(tile, tiles), code.mul(code.rem(tile, tiles), per_tile)
         num_keys = code.load_int(kv_lens, block)
@@ -197,7 +206,13 @@ def _write_tile(module: Module, lanes: int, shape: AttentionShape, per_tile: int
         pages = Pages(code, shape, code.at(table, code.mul(block, width), I32), head, num_keys)
         last, first = functools.reduce(code.max, ends), functools.reduce(code.min, ends)
         of_rows = [end for end in ends for _ in range(shape.group)]
-        tile_queries = Queries(queries, of_rows, last, first)
+        own = code.mul(head, shape.group)
+        of_heads = [
+            code.load(code.at(each, code.add(own, i)), F32)
+            for each in sinks
+            for i in range(shape.group)
+        ]
+        tile_queries = Queries(queries, of_rows, last, first, of_heads * per_tile)
         found = Attention(code, lanes, pages, k_pages, v_pages, tile_queries).write()
         for i, place in enumerate(places):
             _copy(code, code.at(found, i * channels), code.at(out, place), channels, lanes)

@@ -149,12 +149,14 @@ class Queries(NamedTuple):
         ends: For each query an i64, the first key past those it sees.
         last_end: The largest of them, at least 1.
         first_end: The smallest of them.
+        sinks: For each query the score of a key without a value; empty without.
     """
 
     vectors: Value
     ends: list[Value]
     last_end: Value
     first_end: Value
+    sinks: list[Value]
 
 
 class _Span(NamedTuple):
@@ -191,8 +193,14 @@ class Attention:
         self._queries = queries
         self._count = len(queries.ends)
         head_dim = self._shape.head_dim
-        self._peaks = [code.variable(f32(_MASKED)) for _ in range(self._count)]
-        self._totals = [code.variable(code.zeros(lanes)) for _ in range(self._count)]
+        # A sink is where a softmax starts: a first key, whose value adds nothing.
+        peaks = queries.sinks or [f32(_MASKED)] * self._count
+        total = code.zeros(lanes)
+        if queries.sinks:
+            one = code.first_lanes(Value(I64, "1"), lanes)
+            total = code.select(one, code.splat(f32(1.0), lanes), total)
+        self._peaks = [code.variable(peak) for peak in peaks]
+        self._totals = [code.variable(total) for _ in range(self._count)]
         self._sums = code.stack(f"[{self._count * head_dim} x float]")
         self._scores = code.stack(f"[{self._count * _SPAN} x float]")
         self._by_lane = code.stack(f"[{self._count * lanes * lanes} x float]")

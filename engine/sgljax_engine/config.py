@@ -34,6 +34,7 @@ LORA_TARGETS = (
     "v_proj",
     "o_proj",
     "gate",
+    "router",
     "gate_proj",
     "up_proj",
     "down_proj",
@@ -50,7 +51,8 @@ LORA_TARGETS = (
     "lm_head",
 )
 """Kinds of projections that adapters may change; "gate" is the router of a mixture of experts,
-those called "per_layer" are Gemma 4's, and "in_proj" and "out_proj" those of gated delta nets."""
+"router" gpt-oss'; those called "per_layer" are Gemma 4's, and "in_proj" and "out_proj" those of
+gated delta nets."""
 
 SPECULATION = ("off", "auto", "always")
 

@@ -202,6 +202,9 @@ class MoEConfig:
             norm (as Tunix 0.1.7 computes Gemma 4), or the hidden states.
         shared_size: Channels of an expert that every token goes through, times a gate of its own
             (Qwen3-Next); 0 without one.
+        has_bias: Whether the router and the projections of the experts add biases (gpt-oss).
+        swiglu_limit: Bound of an expert's gate from above, and of the other projection on both
+            sides, whose product is that of gpt-oss; None for the model's activation.
     """
 
     num_experts: int
@@ -211,6 +214,8 @@ class MoEConfig:
     is_beside_mlp: bool = False
     routes_experts_input: bool = False
     shared_size: int = 0
+    has_bias: bool = False
+    swiglu_limit: float | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidConfigError naming the field."""
@@ -223,6 +228,8 @@ class MoEConfig:
             f"at most num_experts ({self.num_experts})",
         )
         check_count("shared_size", self.shared_size, low=0)
+        if self.swiglu_limit is not None:
+            check_positive("swiglu_limit", self.swiglu_limit)
 
     @property
     def id_dtype(self) -> str:

@@ -86,6 +86,23 @@ TINY_MOE = dataclasses.replace(
 )
 
 
+GPT_OSS = dataclasses.replace(
+    TINY_MOE,
+    architecture="GptOssForCausalLM",
+    attention_bias=True,
+    attention=AttentionConfig(sliding_window=13, sliding_layers=(True, False)),
+    moe=MoEConfig(
+        num_experts=8,
+        num_experts_per_token=3,
+        intermediate_size=24,
+        norm_topk_prob=True,
+        has_bias=True,
+        swiglu_limit=7.0,
+    ),
+)
+"""Sinks, windows in every other layer, experts with biases."""
+
+
 HYBRID = dataclasses.replace(
     TINY,
     architecture="Qwen3_5ForCausalLM",

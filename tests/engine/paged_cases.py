@@ -70,21 +70,23 @@ class RaggedCase(NamedTuple):
     layer: LayerKV
     tables: BlockTables
 
-    def run(self, backend, options) -> np.ndarray:
+    def run(self, backend, options, *sinks) -> np.ndarray:
         """The backend's output [N, Q, D, h], as float32."""
         queries = jnp.asarray(self.queries, self.layer.k.dtype)
         if not isinstance(backend, jax.stages.Wrapped):
             # One program: compiling each operation by itself takes several times as long.
             backend = jax.jit(functools.partial(backend), static_argnums=3)  # traced anew
-        out = backend(queries, self.layer, self.tables, options)
+        out = backend(queries, self.layer, self.tables, options, *sinks)
         assert out.dtype == queries.dtype
         return np.asarray(out, np.float32)
 
-    def check(self, out: np.ndarray, options: AttentionOptions, atol: float) -> None:
+    def check(
+        self, out: np.ndarray, options: AttentionOptions, atol: float, sinks: Any = None
+    ) -> None:
         """Compares an output of `run` with `reference`."""
         for i, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
             positions = np.asarray(self.tables.positions[i])
-            expected = reference(self.queries[i], keys, values, positions, options)
+            expected = reference(self.queries[i], keys, values, positions, options, sinks)
             np.testing.assert_allclose(out[i], expected, atol=atol)
         assert np.isfinite(out).all()
 
@@ -159,8 +161,11 @@ def as_pages(pool: np.ndarray, page_size: int) -> np.ndarray:
     return pool.reshape(-1, page_size, *pool.shape[1:]).swapaxes(1, 2)
 
 
-def reference(q, k, v, q_pos, options):
-    """softmax(cap(scale q k)) v over the keys that each query sees. q [Q,N,H], k and v [S,K,H]."""
+def reference(q, k, v, q_pos, options, sinks=None):
+    """softmax(cap(scale q k)) v over the keys that each query sees. q [Q,N,H], k and v [S,K,H].
+
+    With sinks [N] there is a key of that score and without a value.
+    """
     group = q.shape[1] // k.shape[1]
     k, v = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
     scores = np.einsum("qnh,snh->nqs", q.astype(np.float64), k) * options.scale
@@ -169,5 +174,9 @@ def reference(q, k, v, q_pos, options):
     age = q_pos[:, None] - np.arange(len(k))[None]
     seen = (age >= 0) & (age < (options.sliding_window or np.inf))
     scores = np.where(seen[None], scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.einsum("nqs,snh->qnh", weights / weights.sum(-1, keepdims=True), v)
+    beside = np.full(scores.shape[:1], -np.inf) if sinks is None else np.asarray(sinks, np.float64)
+    beside = np.broadcast_to(beside[:, None, None], (*scores.shape[:2], 1))
+    peak = np.maximum(scores.max(-1, keepdims=True), beside)
+    weights = np.exp(scores - peak)
+    total = weights.sum(-1, keepdims=True) + np.exp(beside - peak)
+    return np.einsum("nqs,snh->qnh", weights / total, v)

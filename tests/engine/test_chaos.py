@@ -48,6 +48,7 @@ KINDS = {
     "drafts": Kind(options=(("speculation", "always"),)),
     "hybrid": Kind(models.HYBRID),
     "experts": Kind(models.TINY_MOE),
+    "sinks": Kind(models.GPT_OSS),
 }
 
 

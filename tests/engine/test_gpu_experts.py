@@ -96,8 +96,9 @@ def test_a_layer_of_experts():
     is_used = jnp.arange(20) < 17
 
     def mixed(fused: FusedProducts | None) -> jax.Array:
-        how = {"kernels": XlaKernels(fused=fused), "activation": jax.nn.silu}
-        return jax.jit(functools.partial(mix, **how))(x, routing, experts, is_used)
+        kernels = XlaKernels(fused=fused)
+        run = functools.partial(mix, kernels=kernels, gated=lambda gate, up: jax.nn.silu(gate) * up)
+        return jax.jit(run)(x, routing, experts, is_used)
 
     ours = mixed(FusedProducts(interpret=True))
     np.testing.assert_allclose(ours, mixed(None), atol=1e-6)

@@ -36,6 +36,7 @@ FOLDERS = {
     "gemma": "gemma_mqa",
     "gemma2": "gemma2_window",
     "gemma3": "gemma3_window",
+    "gpt_oss": "gpt_oss_window",
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -282,6 +283,34 @@ def test_experts_of_both_generations():
 def test_experts_that_are_refused(changes, error, message):
     with pytest.raises(error, match=message):
         read("qwen3_moe", **changes)
+
+
+def test_settings_of_gpt_oss():
+    """The class has YaRN by default, and one limit; tensors tell which of them are quantised."""
+    model = read("gpt_oss")
+    assert model.attention == AttentionConfig(sliding_window=13, sliding_layers=(True, False))
+    assert model.attention_bias
+    assert model.moe is not None
+    assert model.moe.swiglu_limit == 7.0
+    assert read("gpt_oss", layer_types=None, swiglu_limit=7.0) == model
+    assert read("gpt_oss", quantization_config={"quant_method": "mxfp4"}) == model
+    assert not read("gpt_oss", attention_bias=False).attention_bias
+    published = {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    }
+    rope = read("gpt_oss", rope_parameters=None).rope
+    assert rope == read("gpt_oss", **legacy("gpt_oss", rope_scaling=published)).rope
+    assert rope.theta == 150_000.0
+    assert rope.yarn is not None
+    with pytest.raises(UnsupportedModelError, match=r"swiglu_limit=6\.0 is not supported, only 7"):
+        read("gpt_oss", swiglu_limit=6.0)
+    with pytest.raises(InvalidConfigError, match="sliding_window must be"):
+        model_config_from_hf(config_of("gpt_oss") | {"sliding_window": None})
 
 
 # ------------------------------------------------------------------ refusals

@@ -13,6 +13,7 @@ from sgljax_engine import (
     EngineConfig,
     LoraRule,
     Rule,
+    SamplingParams,
     WeightSyncError,
     hf_rules,
     logical_rules,
@@ -21,7 +22,13 @@ from sgljax_engine.builder.group import build_shapes
 from sgljax_engine.layers.experts import mix
 from sgljax_engine.models import mixture
 from sgljax_engine.runner.warmup import warm_calls
-from tests.engine.models import TINY_MOE, logical_weights, random_prompts, spread_weights
+from tests.engine.models import (
+    GPT_OSS,
+    TINY_MOE,
+    logical_weights,
+    random_prompts,
+    spread_weights,
+)
 from tests.geometry import SMALL
 
 # ------------------------------------------------------------------ weights
@@ -137,6 +144,32 @@ def test_sources_with_unlike_rules_are_refused():
     weights[odd] = np.ascontiguousarray(weights[odd].T)
     with pytest.raises(WeightSyncError, match=r"experts\.4\..* have unlike rules"):
         Engine(model_config=TINY_MOE, weights=weights, weight_rules=rules, **SMALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("projection", ["mlp.router", "self_attn.o_proj"])
+def test_adapters_of_gpt_oss_are_as_if_merged(projection):
+    """Beside the router's bias, which chooses experts, and beside an attention with sinks."""
+    rng, name = np.random.default_rng(0), f"model.layers.0.{projection}.weight"
+    weights, prompts = logical_weights(GPT_OSS), random_prompts(4, 5, 30)
+    num_in, num_out = weights[name].shape
+    a, b = rng.normal(0, 0.5, (num_in, 4)), rng.normal(0, 0.5, (4, num_out))
+    pair = {"a": a.astype(np.float32), "b": b.astype(np.float32)}
+    rules = (*logical_rules(GPT_OSS), LoraRule(name, "a", "b", 1.0))
+    options = {**SMALL, "max_loras": 1, "max_lora_rank": 4}
+    greedy = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
+    with Engine(
+        model_config=GPT_OSS, weights=weights, weight_rules=logical_rules(GPT_OSS), **options
+    ) as engine:
+        plain = engine.generate_requests(prompts, greedy)
+        engine.load_adapter("one", pair, rules)
+        found = engine.generate_requests(prompts, greedy, lora="one")
+        engine.update_weights(weights | pair, rules)
+        merged = engine.generate_requests(prompts, greedy)
+    assert [each.output_ids for each in found] == [each.output_ids for each in merged]
+    assert [each.output_ids for each in found] != [each.output_ids for each in plain]
+    for ours, theirs in zip(found, merged, strict=True):
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
 
 
 # ------------------------------------------------------------------ padding

@@ -24,7 +24,7 @@ from sgljax_engine.models.registry import get_model
 from sgljax_engine.placement.shardings import is_quantized
 from sgljax_engine.weights.forms import Quantized
 from tests import inside
-from tests.engine.models import TINY, TINY_MOE, random_prompts, spread_weights
+from tests.engine.models import GPT_OSS, TINY, TINY_MOE, random_prompts, spread_weights
 from tests.geometry import SMALL
 
 INT8: dict[str, Any] = {"quantization": "int8"}
@@ -138,10 +138,11 @@ def test_values_that_are_none(value: Any):
         EngineConfig.from_options({"quantization": value})
 
 
-def test_experts_are_refused():
+@pytest.mark.parametrize("model", [TINY_MOE, GPT_OSS])
+def test_experts_are_refused(model):
     message = "quantization must be None for a model with experts"
     with pytest.raises(InvalidConfigError, match=message):
-        Engine(model_config=TINY_MOE, weights=spread_weights(TINY_MOE), **INT8)
+        Engine(model_config=model, weights=spread_weights(model), **INT8)
 
 
 @pytest.mark.skipif(chain.unavailable() is not None, reason="no JIT-compiled CPU kernels here")

@@ -10,6 +10,7 @@ from sgljax_engine.runner.batches.packing import pack_scores
 from tests.engine.exactness_checks import check_scaled_logprobs
 from tests.engine.interrupts import make_engine
 from tests.engine.models import (
+    GPT_OSS,
     MIXED_HEADS,
     SHARED_KEYS,
     TINY,
@@ -135,8 +136,9 @@ class TestSameBits:
             pytest.param(TINY, "bfloat16", marks=pytest.mark.slow),
             pytest.param(MIXED_HEADS, "bfloat16", marks=pytest.mark.soak),
             pytest.param(SHARED_KEYS, "bfloat16", marks=pytest.mark.soak),
+            pytest.param(GPT_OSS, "float32", marks=pytest.mark.soak),
         ],
-        ids=["float32", "bfloat16", "mixed heads", "shared keys"],
+        ids=["float32", "bfloat16", "mixed heads", "shared keys", "sinks"],
     )
     def test_as_decoding(self, model, dtype):
         prompts = [ids for ids in random_prompts(8, 1, 90) for _ in range(4)]

@@ -106,8 +106,9 @@ def logprobs(found: Found) -> np.ndarray:
     def attend(
         tokens: jax.Array | NewTokens, layer: Any, options: AttentionOptions
     ) -> tuple[jax.Array, Any]:
+        sinks = None
         if isinstance(tokens, NewTokens):
-            q, layer = tokens.q, (tokens.k, tokens.v)
+            q, layer, sinks = tokens.q, (tokens.k, tokens.v), tokens.sinks
         else:
             q = tokens
         k, v = layer
@@ -120,7 +121,11 @@ def logprobs(found: Found) -> np.ndarray:
         seen = behind >= 0
         if options.sliding_window is not None:
             seen &= behind < options.sliding_window
-        weights = jax.nn.softmax(jnp.where(seen, scores, _MASKED), axis=-1)
+        scores = jnp.where(seen, scores, _MASKED)
+        if sinks is not None:
+            more = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))
+            scores = jnp.concatenate([scores, more], axis=-1)
+        weights = jax.nn.softmax(scores, axis=-1)[..., : len(positions)]
         return jnp.einsum("hqk,khd->qhd", weights, v), layer
 
     caches: list[Any] = [None] * len(model.cached_layers)

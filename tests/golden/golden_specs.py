@@ -78,7 +78,7 @@ class GoldenSpec:
     @property
     def has_experts(self) -> bool:
         """Whether MLPs are mixtures of experts."""
-        return "_moe" in self.family or self.family in ("qwen3_next", "mixtral")
+        return "_moe" in self.family or self.family in ("qwen3_next", "mixtral", "gpt_oss")
 
     @property
     def is_hybrid(self) -> bool:
@@ -101,6 +101,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
@@ -570,6 +571,23 @@ SPECS = (
         settings=_moe(num_experts=8, per_token=2, width=24, norm_topk_prob=True),
         wrong_settings=(("num_experts_per_tok", 1), ("norm_topk_prob", False)),
         wrong_weights=("mlp.gate.weight", "q_norm.weight", "k_norm.weight"),
+    ),
+    GoldenSpec(
+        name="window",
+        family="gpt_oss",
+        **_shape(112, 32, 24, num_layers=2, heads=(4, 2, 16)),
+        tied=False,
+        rope_theta=150_000.0,
+        settings={"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 13},
+        wrong_settings=(
+            ("num_experts_per_tok", 2),
+            ("sliding_window", 12),
+            ("sliding_window", 14),
+        ),
+        wrong_weights=(
+            *("sinks", "router.weight", "router.bias", "gate_up_proj_bias", "down_proj_bias"),
+            *("q_proj.bias", "k_proj.bias", "v_proj.bias", "o_proj.bias"),
+        ),
     ),
     GoldenSpec(
         name="window",

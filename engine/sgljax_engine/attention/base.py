@@ -75,17 +75,20 @@ class Prologue(NamedTuple):
 class NewTokens(NamedTuple):
     """Queries, keys and values of a pass's tokens.
 
-    Shape: q: [T, num_heads, h]. k, v: [T, num_kv_heads, h].
+    Shape: q: [T, num_heads, h]. k, v: [T, num_kv_heads, h]. sinks: [num_heads] float32.
 
     Attributes:
         prologue: What is left to do to queries and keys; None for nothing. Only attention that
             `takes_projections` is given one.
+        sinks: For each head the score of a key without a value, which every query sees (gpt-oss,
+            2025); None without.
     """
 
     q: jax.Array
     k: jax.Array
     v: jax.Array
     prologue: Prologue | None = None
+    sinks: jax.Array | None = None
 
     def map(self, function: Callable[[jax.Array], jax.Array]) -> NewTokens:
         """Other tokens, made from the arrays of these [T, ...]."""
@@ -94,7 +97,7 @@ class NewTokens(NamedTuple):
         if prologue is not None:
             sin, cos = function(prologue.sin), function(prologue.cos)
             prologue = prologue._replace(sin=sin, cos=cos)
-        return NewTokens(q, k, v, prologue)
+        return NewTokens(q, k, v, prologue, self.sinks)
 
 
 class Attention(Protocol):
@@ -131,7 +134,12 @@ class Attention(Protocol):
         ...
 
     def attend(
-        self, q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
+        self,
+        q_NQDh: jax.Array,
+        layer: LayerKV,
+        tables: BlockTables,
+        options: AttentionOptions,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         """Attends to keys that are in the pages.
 
@@ -140,6 +148,7 @@ class Attention(Protocol):
             layer: The cache, which already holds the keys and values of these tokens.
             tables: Where each block's keys are.
             options: How the layer attends.
+            sinks: As of `NewTokens`.
 
         Returns:
             [N, Q, num_heads, head_dim], in the queries' dtype; unspecified where `kv_lens` is 0.
@@ -182,9 +191,10 @@ def attend_to_tokens(
     layer: LayerKV,
     tables: BlockTables,
     options: AttentionOptions,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """`Attention.attend` for queries of block after block, [T, num_heads, head_dim]."""
-    out = attention.attend(in_blocks(q_TDh, tables), layer, tables, options)
+    out = attention.attend(in_blocks(q_TDh, tables), layer, tables, options, sinks)
     return out.reshape(q_TDh.shape)
 
 

@@ -23,7 +23,12 @@ class NativeAttention:
     verifies_blocks: bool = False
 
     def attend(
-        self, q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
+        self,
+        q_NQDh: jax.Array,
+        layer: LayerKV,
+        tables: BlockTables,
+        options: AttentionOptions,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         num_heads, head_dim = q_NQDh.shape[2:]
         out = sgljax_cpu.paged_attention(
@@ -34,6 +39,7 @@ class NativeAttention:
             tables.positions,
             tables.kv_lens,
             _shape(num_heads, layer, options),
+            sinks,
         )
         return out.reshape(q_NQDh.shape).astype(q_NQDh.dtype)
 
@@ -46,7 +52,7 @@ class NativeAttention:
         options: AttentionOptions,
     ) -> tuple[jax.Array, LayerKV]:
         layer = native_write_kv(layer, new.k, new.v, slots)
-        return attend_to_tokens(self, new.q, layer, tables, options), layer
+        return attend_to_tokens(self, new.q, layer, tables, options, new.sinks), layer
 
 
 def native_write_kv(

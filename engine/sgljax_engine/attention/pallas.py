@@ -61,17 +61,26 @@ class PallasAttention:
         return self.is_fused or self.is_invariant
 
     def attend(
-        self, q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
+        self,
+        q_NQDh: jax.Array,
+        layer: LayerKV,
+        tables: BlockTables,
+        options: AttentionOptions,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         """The output is 0 where `kv_lens` is 0."""
 
-        def call(q: jax.Array, layer: LayerKV, tables: BlockTables) -> jax.Array:
+        def call(
+            q: jax.Array, layer: LayerKV, tables: BlockTables, sinks: jax.Array | None
+        ) -> jax.Array:
             if self.is_fused and fills_gpu(q.shape, layer.k):
                 scores = Scores(*options)
                 return prefill_attention(
-                    q, layer.k, layer.v, *tables, scores, interpret=self.interpret
+                    q, layer.k, layer.v, *tables, scores, sinks, interpret=self.interpret
                 )
-            attend = functools.partial(self._attend_to_pages, layer=layer, options=options)
+            attend = functools.partial(
+                self._attend_to_pages, layer=layer, options=options, sinks=sinks
+            )
             if not self.is_invariant:
                 return attend((q, tables))
             # Each split of a long context has outputs of its own, which prompts have many of.
@@ -87,14 +96,18 @@ class PallasAttention:
             run = jax.shard_map(
                 call,
                 mesh=self.mesh,
-                in_specs=(heads, pages, P()),
+                in_specs=(heads, pages, P(), None if sinks is None else P(self.mesh.axis_names)),
                 out_specs=heads,
                 check_vma=False,
             )
-        return run(q_NQDh, layer, tables)
+        return run(q_NQDh, layer, tables, sinks)
 
     def _attend_to_pages(
-        self, args: tuple[jax.Array, BlockTables], layer: LayerKV, options: AttentionOptions
+        self,
+        args: tuple[jax.Array, BlockTables],
+        layer: LayerKV,
+        options: AttentionOptions,
+        sinks: jax.Array | None,
     ) -> jax.Array:
         q, tables = args
         return paged_attention(
@@ -103,6 +116,7 @@ class PallasAttention:
             layer.v,
             *tables,
             Scores(*options),
+            sinks,
             is_invariant=self.is_invariant,
             interpret=self.interpret,
         )
@@ -116,7 +130,7 @@ class PallasAttention:
         options: AttentionOptions,
     ) -> tuple[jax.Array, LayerKV]:
         """Implements `Attention`."""
-        q, k, v, prologue = new
+        q, k, v, prologue, sinks = new
         if prologue is not None and self.is_fused and tables.positions.shape[1] == 1:
             out, pages = decode_attention(
                 q,
@@ -127,6 +141,7 @@ class PallasAttention:
                 tables.page_table,
                 tables.kv_lens,
                 Scores(*options),
+                sinks,
                 interpret=self.interpret,
             )
             return out, LayerKV(*pages)
@@ -141,7 +156,7 @@ class PallasAttention:
                     _rotated(k, prologue, prologue.k_norm),
                 )
             layer = write_kv(layer, k, v, slots)
-        return attend_to_tokens(self, q, layer, tables, options), layer
+        return attend_to_tokens(self, q, layer, tables, options, sinks), layer
 
 
 def _rotated(x: jax.Array, prologue: Prologue, norm: jax.Array | None) -> jax.Array:

@@ -33,10 +33,15 @@ class TpuAttention:
     interpret: Any = False
 
     def attend(
-        self, q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
+        self,
+        q_NQDh: jax.Array,
+        layer: LayerKV,
+        tables: BlockTables,
+        options: AttentionOptions,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         """Pages have one head a row."""
-        return self._call(q_NQDh, None, layer, tables, options)[0]
+        return self._call(q_NQDh, None, layer, tables, options, sinks)[0]
 
     def write_and_attend(
         self,
@@ -50,7 +55,7 @@ class TpuAttention:
         del slots
         q, k, v = (in_blocks(x, tables) for x in new[:3])
         made = k.astype(layer.k.dtype), v.astype(layer.v.dtype)
-        out, layer = self._call(q, made, layer, tables, options)
+        out, layer = self._call(q, made, layer, tables, options, new.sinks)
         return out.reshape(new.q.shape), layer
 
     def _call(
@@ -60,16 +65,18 @@ class TpuAttention:
         layer: LayerKV,
         tables: BlockTables,
         options: AttentionOptions,
+        sinks: jax.Array | None,
     ) -> tuple[jax.Array, LayerKV]:
         def call(
-            q: Any, new: Any, k: Any, v: Any, table: Any, starts: Any, kv_lens: Any
+            q: Any, new: Any, k: Any, v: Any, sinks: Any, table: Any, starts: Any, kv_lens: Any
         ) -> tuple[jax.Array, jax.Array, jax.Array]:
             packing = _Packing.of(q, k, new)
             if packing is not None:
                 q, new, k, v = packing.pack(q, new, k, v)
+                sinks = None if sinks is None else packing.pad_heads(sinks)
             scores = Scores(*options)
             out, k, v = paged_attention(
-                q, new, k, v, table, starts, kv_lens, scores, interpret=self.interpret
+                q, new, k, v, table, starts, kv_lens, scores, sinks, interpret=self.interpret
             )
             return (out if packing is None else packing.unpack(out)), k, v
 
@@ -79,15 +86,16 @@ class TpuAttention:
             axes = kv_axes(self.mesh.shape, num_kv_heads)
             heads, pages = P(None, None, self.mesh.axis_names), P(None, axes)
             fresh = None if new is None else (P(None, None, axes),) * 2
+            of_heads = None if sinks is None else P(self.mesh.axis_names)
             run = jax.shard_map(
                 call,
                 mesh=self.mesh,
-                in_specs=(heads, fresh, pages, pages, P(), P(), P()),
+                in_specs=(heads, fresh, pages, pages, of_heads, P(), P(), P()),
                 out_specs=(heads, pages, pages),
                 check_vma=False,
             )
         starts = tables.positions[:, 0]
-        out, k, v = run(q, new, layer.k, layer.v, tables.page_table, starts, tables.kv_lens)
+        out, k, v = run(q, new, layer.k, layer.v, sinks, tables.page_table, starts, tables.kv_lens)
         return out, LayerKV(k, v)
 
 
@@ -136,6 +144,10 @@ class _Packing(NamedTuple):
         places = self._places[:, None]
         parts = [jnp.where(places == place, heads, zero) for place in range(self.per_row)]
         return jnp.concatenate(parts, axis=-1), new, k, v
+
+    def pad_heads(self, x: Any) -> Any:
+        """Values of query heads [D], with zeros for missing ones."""
+        return jnp.pad(x, (0, self._num_missing * self.group))
 
     def unpack(self, out: Any) -> Any:
         first, *others = jnp.split(out, self.per_row, axis=-1)

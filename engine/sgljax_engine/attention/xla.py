@@ -37,11 +37,17 @@ class _Softmax(NamedTuple):
     acc: jax.Array
 
     @classmethod
-    def start(cls, shape: tuple[int, ...], head_dim: int) -> _Softmax:
+    def start(
+        cls, shape: tuple[int, ...], head_dim: int, sinks: jax.Array | None = None
+    ) -> _Softmax:
+        """With the keys that every row sees: none, or the sinks, which broadcast to the shape."""
+        acc = jnp.zeros((*shape, head_dim), jnp.float32)
+        if sinks is not None:
+            return cls(jnp.broadcast_to(sinks, shape), jnp.ones(shape, jnp.float32), acc)
         return cls(
             peak=jnp.full(shape, MASKED, jnp.float32),
             total=jnp.zeros(shape, jnp.float32),
-            acc=jnp.zeros((*shape, head_dim), jnp.float32),
+            acc=acc,
         )
 
     def add(
@@ -102,6 +108,7 @@ def xla_attention(
     layer: LayerKV,
     tables: BlockTables,
     options: AttentionOptions,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """A loop over the context, all blocks together in each step.
 
@@ -145,7 +152,9 @@ def xla_attention(
         return step + 1, softmax
 
     first = _first_step(tables, window, keys_per_step)
-    start = (first, _Softmax.start(q_NKRh.shape[:3], head_dim))
+    if sinks is not None:  # [K, R]: rows are queries, repeated for each query head of the group
+        sinks = jnp.repeat(sinks.reshape(num_kv_heads, group), num_queries, axis=1)
+    start = (first, _Softmax.start(q_NKRh.shape[:3], head_dim, sinks))
     _, softmax = lax.while_loop(lambda carry: carry[0] < num_loops, body, start)
     return _ungroup(softmax.result(), q_NQDh)
 
@@ -158,9 +167,14 @@ class XlaAttention:
     verifies_blocks: bool = True
 
     def attend(
-        self, q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
+        self,
+        q_NQDh: jax.Array,
+        layer: LayerKV,
+        tables: BlockTables,
+        options: AttentionOptions,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
-        return xla_attention(q_NQDh, layer, tables, options)
+        return xla_attention(q_NQDh, layer, tables, options, sinks)
 
     def write_and_attend(
         self,
@@ -171,4 +185,4 @@ class XlaAttention:
         options: AttentionOptions,
     ) -> tuple[jax.Array, LayerKV]:
         layer = write_kv(layer, new.k, new.v, slots)
-        return attend_to_tokens(self, new.q, layer, tables, options), layer
+        return attend_to_tokens(self, new.q, layer, tables, options, new.sinks), layer

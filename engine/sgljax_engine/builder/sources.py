@@ -17,7 +17,7 @@ from sgljax_engine.models.registry import get_model, load_model_config
 from sgljax_engine.models.spec import ParamKind
 from sgljax_engine.models.weight_rules import hf_rules, hf_source, logical_rules
 from sgljax_engine.observability.progress import ProgressListener, reporting
-from sgljax_engine.weights import loader
+from sgljax_engine.weights import loader, mxfp4
 from sgljax_engine.weights.hf_json import read_json
 from sgljax_engine.weights.hf_layout import find_weight_files
 from sgljax_engine.weights.hf_tables import HEADS, TABLES, first_dtype, untie_tables
@@ -131,6 +131,8 @@ def folder_weights(
         arrays = loader.read_hf_folder(files, advance, table.ignores)
         if rules is None and arrays.keys().isdisjoint(TABLES):  # then the head serves as both
             arrays |= loader.read_hf_folder(files, ignores=lambda name: name not in HEADS)
+        if rules is None:
+            mxfp4.join_blocks(arrays)  # here, where nothing else holds the blocks
         return hf_source(model, arrays, rules)
 
 

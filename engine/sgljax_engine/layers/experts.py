@@ -23,6 +23,9 @@ from sgljax_engine.layers.kernels import Kernels, Weight
 _LANES = 128
 """Lanes of a TPU's vector register."""
 
+_SIGMOID_FACTOR = 1.702
+"""Makes x * sigmoid(factor * x) close to GELU (Hendrycks and Gimpel, 2016)."""
+
 
 class Routing(NamedTuple):
     """The experts of each token, in descending order of their probabilities.
@@ -37,12 +40,16 @@ class Routing(NamedTuple):
 class Experts(NamedTuple):
     """The weights of a layer's experts.
 
-    Shape: gate, up: [E, D, F]. down: [E, F, D]. Or panels of these.
+    Shape: gate, up: [E, D, F]. down: [E, F, D]. Or panels of these. Biases, if there are some:
+        gate, up: [E, F]. down: [E, D].
     """
 
     gate: Weight
     up: Weight
     down: Weight
+    gate_bias: jax.Array | None = None
+    up_bias: jax.Array | None = None
+    down_bias: jax.Array | None = None
 
 
 def route(logits_TE: jax.Array, num_chosen: int, *, is_normalized: bool) -> Routing:
@@ -63,17 +70,24 @@ def mix(
     experts: Experts,
     is_used: jax.Array | None,
     kernels: Kernels,
-    activation: Callable[[jax.Array], jax.Array],
+    gated: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
     """The weighted sum [T, D] of each token's experts, added in float32 in the routing's order.
 
-    Over several devices, each computes its part of all experts or all of its experts, as
-    `shards_width` says, and the results are added. Tokens that are not used ([T] bool) take no
-    expert's time, and get zeros.
+    `gated` makes the input of the last projection of the two others. Over several devices, each
+    computes its part of all experts or all of its experts, as `shards_width` says, and the results
+    are added. Tokens that are not used ([T] bool) take no expert's time, and get zeros.
     """
     mesh, num_experts = kernels.mesh, experts.gate.shape[0]
+    down_bias, experts = experts.down_bias, experts._replace(down_bias=None)
+
+    def with_bias(mixed: jax.Array) -> jax.Array:
+        if down_bias is not None:  # once, whatever part of an expert a device has
+            mixed = mixed + _mixed_bias(down_bias, routing, is_used)
+        return mixed.astype(x_TD.dtype)
+
     if mesh is None:
-        return _mix(x_TD, routing, experts, is_used, kernels, activation).astype(x_TD.dtype)
+        return with_bias(_mix(x_TD, routing, experts, is_used, kernels, gated))
     by_width = shards_width(num_experts, experts.gate.shape[2], mesh.size)
     axes = mesh.axis_names
 
@@ -81,17 +95,18 @@ def mix(
         if not by_width:
             first = lax.axis_index(axes) * (num_experts // mesh.size)
             routing = routing._replace(ids=routing.ids - first)
-        return lax.psum(_mix(x, routing, experts, used, kernels, activation), axes)
+        return lax.psum(_mix(x, routing, experts, used, kernels, gated), axes)
 
     widening, narrowing = (
         P(*(axes if i == (axis if by_width else 0) else None for i in range(3))) for axis in (2, 1)
     )
-    specs: Any = Experts(gate=widening, up=widening, down=narrowing)  # type: ignore[arg-type]
+    bias = None if experts.gate_bias is None else P(*((None, axes) if by_width else (axes,)))
+    specs: Any = Experts(widening, widening, narrowing, bias, bias)  # type: ignore[arg-type]
     used = jnp.ones(x_TD.shape[0], bool) if is_used is None else is_used
     run = jax.shard_map(
         on_device, mesh=mesh, in_specs=(P(), P(), specs, P()), out_specs=P(), check_vma=False
     )
-    return run(x_TD, routing, experts, used).astype(x_TD.dtype)
+    return with_bias(run(x_TD, routing, experts, used))
 
 
 def shards_width(num_experts: int, width: int, num_shards: int) -> bool:
@@ -110,7 +125,7 @@ def _mix(
     experts: Experts,
     is_used: jax.Array | None,
     kernels: Kernels,
-    activation: Callable[[jax.Array], jax.Array],
+    gated: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
     """`mix` in float32 with the experts of one device; ids of others are out of their range."""
     num_tokens, num_chosen = routing.ids.shape
@@ -127,17 +142,35 @@ def _mix(
     is_of = flat[:, None] == jnp.arange(num_experts, dtype=flat.dtype)[None]
     group_sizes = jnp.sum(is_of, axis=0, dtype=jnp.int32)
 
-    def multiply(weights: Weight, x: jax.Array) -> jax.Array:
-        return kernels.ragged_linear(weights, x, group_sizes)
+    def multiply(weights: Weight, x: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+        out = kernels.ragged_linear(weights, x, group_sizes)
+        return out if bias is None else out + jnp.take(bias, flat[order], axis=0, mode="clip")
 
     x = jnp.take(x_TD, order // num_chosen, axis=0, mode="clip")
-    gate, up = multiply(experts.gate, x), multiply(experts.up, x)
-    out = multiply(experts.down, activation(gate) * up)
+    gate = multiply(experts.gate, x, experts.gate_bias)
+    up = multiply(experts.up, x, experts.up_bias)
+    out = multiply(experts.down, gated(gate, up))
     out = jnp.take(out, places, axis=0, mode="clip").astype(jnp.float32)
     out = out.reshape(num_tokens, num_chosen, -1)
     if here is not None:
         out = jnp.where(here[:, :, None], out, 0)  # it may be anything there
     return _sum_in_order([out[:, i] * routing.weights[:, i : i + 1] for i in range(num_chosen)])
+
+
+def _mixed_bias(bias: jax.Array, routing: Routing, is_used: jax.Array | None) -> jax.Array:
+    """The weighted sum [T, D] float32 of the biases [E, D] of each token's experts."""
+    weights, ids = routing
+    if is_used is not None:
+        weights = jnp.where(is_used[:, None], weights, 0)
+    bias = bias.astype(jnp.float32)
+    terms = (jnp.take(bias, ids[:, i], axis=0, mode="clip") for i in range(ids.shape[1]))
+    return _sum_in_order([term * weights[:, i : i + 1] for i, term in enumerate(terms)])
+
+
+def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
+    """gpt-oss' gated unit: (up + 1) * gate * sigmoid(1.702 * gate), of clamped projections."""
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * (gate * jax.nn.sigmoid(gate * _SIGMOID_FACTOR))
 
 
 def _sum_in_order(terms: list[jax.Array]) -> jax.Array:

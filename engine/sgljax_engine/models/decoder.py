@@ -213,6 +213,10 @@ class _Layers(NamedTuple):
             tokens: jax.Array | NewTokens = NewTokens(q, k, v, self.prologue(*rope))
         else:
             tokens, gate = self.project_qkv("self_attn.", h, *rope)
+        if self.traits.has_sinks:
+            assert isinstance(tokens, NewTokens)
+            sinks = self.params["self_attn.sinks"].astype(jnp.float32)
+            tokens = tokens._replace(sinks=sinks)
         out, cache = self.tokens.attend(tokens, cache, kind.options)
         out = out.reshape(out.shape[0], -1)
         return out if gate is None else out * jax.nn.sigmoid(gate), cache
@@ -328,10 +332,10 @@ class _Layers(NamedTuple):
 
     def experts(self, prefix: str, h: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """The output of experts in the MLP's place, and as of `project_out` those of each token."""
-        change = _adapter_change(
-            self.params, self.context, f"{prefix}gate", h, self.tokens.adapters
-        )
-        logits = router_logits(self.params[f"{prefix}gate.weight"], h, self.context, change)
+        router = f"{prefix}{self.traits.router}"
+        change = _adapter_change(self.params, self.context, router, h, self.tokens.adapters)
+        logits = router_logits(self.params[f"{router}.weight"], h, self.context, change)
+        logits = self.with_bias(router, logits)
         activation = self.traits.activation
         return self.returned(
             mixture(self.params, self.context, prefix, h, logits, activation, self.tokens.is_used)

@@ -22,7 +22,8 @@ class DecoderTraits(NamedTuple):
     their inputs are not. Offset norms have weights stored minus one. `scales_embeddings` multiplies
     them by sqrt(hidden_size), a layer scale the layer's output by a number of its own. With
     `has_output_gate` the query projection gives, for each head, its queries and then a gate for
-    each channel of the output.
+    each channel of the output. Sinks are scores that each query head adds to its softmax.
+    `router` is the name of the experts' one.
     """
 
     activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
@@ -34,6 +35,8 @@ class DecoderTraits(NamedTuple):
     has_value_norm: bool = False
     has_layer_scale: bool = False
     has_output_gate: bool = False
+    has_sinks: bool = False
+    router: str = "gate"
     normalizes_whole_qk: bool = False
     has_pre_norms: bool = True
 
@@ -127,6 +130,10 @@ class _Specs(NamedTuple):
                 self.heads(f"{name}.v_proj", kv.num_heads * kv.head_dim, axis)
         has_bias = config.attention_bias
         self.project(f"{name}.o_proj", num_out, dim, ("heads", None), has_bias=has_bias)
+        if self.traits.has_sinks:
+            sinks = f"{name}.sinks"
+            shape = (config.num_heads,)
+            self.found[sinks] = ParamSpec(shape, ParamKind.BIAS, ("heads",), sinks)
         if self.traits.has_qk_norm:
             self.qk_norm(f"{name}.q_norm", kv.head_dim, config.num_heads, "heads")
             if owns_kv:
@@ -145,7 +152,7 @@ class _Specs(NamedTuple):
     def experts(self, layer: str, moe: MoEConfig) -> None:
         dim = self.config.hidden_size
         if not moe.is_beside_mlp:
-            self.found.update(mixture_specs(f"{layer}.mlp.", dim, moe))
+            self.found.update(mixture_specs(f"{layer}.mlp.", dim, moe, self.traits.router))
             return
         self.found.update(mixture_specs(f"{layer}.", dim, moe, "router.proj"))
         for name, size in (("scale", dim), ("per_expert_scale", moe.num_experts)):

@@ -26,7 +26,8 @@ def to_hf_tensors(
     """A trainer's weights by Hugging Face's names, each computed when it is loaded.
 
     The inverse of loading a Hugging Face folder into the trainer. Each expert has tensors of its
-    own, as on Hugging Face's hub. An output projection tied to the embeddings is left out.
+    own, as on Hugging Face's hub, but gpt-oss' are stacked and fused. An output projection tied to
+    the embeddings is left out.
 
     Args:
         model: Config of the model.
@@ -38,7 +39,11 @@ def to_hf_tensors(
     """
     specs = get_model(model.architecture).param_specs(model)
     tensors: dict[str, HfTensor] = {}
-    for name, tensor in mapped_tensors(weights, rules, _logical_targets(specs)).items():
+    mapped = mapped_tensors(weights, rules, _logical_targets(specs))
+    if model.moe is not None and model.moe.has_bias:
+        tensors |= _fused_experts(mapped)
+        mapped = {name: tensor for name, tensor in mapped.items() if ".experts." not in name}
+    for name, tensor in mapped.items():
         if specs[name].kind.is_projection:
             tensor = _by_output(tensor)
         if specs[name].kind is ParamKind.EXPERTS:
@@ -117,6 +122,27 @@ def _depthwise(tensor: HfTensor) -> HfTensor:
     """A convolution's weight with the axis of its only input."""
     channels, width = tensor.shape
     return HfTensor((channels, 1, width), tensor.dtype, lambda: tensor.load()[:, None])
+
+
+def _fused_experts(tensors: Mapping[str, HfTensor]) -> dict[str, HfTensor]:
+    """gpt-oss' experts and their biases, whose gates alternate with the other projection."""
+    found = {}
+    for name, tensor in tensors.items():
+        prefix, projection, kind = name.rsplit(".", 2)
+        fused = "down_proj" if projection == "down_proj" else "gate_up_proj"
+        fused = f"{prefix}.{fused}{'' if kind == 'weight' else '_bias'}"
+        if prefix.endswith(".experts") and projection == "gate_proj":
+            found[fused] = _alternating(tensor, tensors[f"{prefix}.up_proj.{kind}"])
+        elif prefix.endswith(".experts") and projection == "down_proj":
+            found[fused] = tensor
+    return found
+
+
+def _alternating(even: HfTensor, odd: HfTensor) -> HfTensor:
+    shape = (*even.shape[:-1], 2 * even.shape[-1])
+    return HfTensor(
+        shape, even.dtype, lambda: np.stack([even.load(), odd.load()], axis=-1).reshape(shape)
+    )
 
 
 def _expert(stack: HfTensor, expert: int) -> HfTensor:

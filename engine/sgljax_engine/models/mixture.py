@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.layers.experts import Experts, mix, route
+from sgljax_engine.layers.experts import Experts, clamped_swiglu, mix, route
 from sgljax_engine.layers.kernels import Weight
 from sgljax_engine.model_config import MoEConfig
 from sgljax_engine.models.spec import EXPERTS_AXIS, ModelContext, ParamKind, ParamSpec
@@ -34,8 +34,23 @@ def mixture_specs(
         else:
             shape, axes = widening, (EXPERTS_AXIS, None, "mlp")
         specs[name] = ParamSpec(shape, ParamKind.EXPERTS, axes, name)
+    if moe.has_bias:
+        specs |= _bias_specs(prefix, router, hidden_size, moe)
     if moe.shared_size:
         specs |= _shared_specs(f"{prefix}shared_expert", hidden_size, moe.shared_size)
+    return specs
+
+
+def _bias_specs(prefix: str, router: str, hidden_size: int, moe: MoEConfig) -> dict[str, ParamSpec]:
+    """Biases of the router and the experts; the last is added to sums, which no device shards."""
+    name = f"{router.removesuffix('.weight')}.bias"
+    specs = {name: ParamSpec((moe.num_experts,), ParamKind.BIAS, (None,), name)}
+    for projection in PROJECTIONS:
+        name, axes = f"{prefix}experts.{projection}.bias", (EXPERTS_AXIS, "mlp")
+        size = moe.intermediate_size
+        if projection == "down_proj":
+            size, axes = hidden_size, (None, None)
+        specs[name] = ParamSpec((moe.num_experts, size), ParamKind.BIAS, axes, name)
     return specs
 
 
@@ -74,8 +89,16 @@ def mixture(
     if scales is not None:
         weights = routing.weights * scales.astype(jnp.float32)[routing.ids]
         routing = routing._replace(weights=weights)
-    experts = Experts(*(params[f"{prefix}experts.{name}.weight"] for name in PROJECTIONS))
-    mixed = mix(x, routing, experts, is_used, context.kernels, activation)
+    experts = Experts(
+        *(params[f"{prefix}experts.{name}.weight"] for name in PROJECTIONS),
+        *(params.get(f"{prefix}experts.{name}.bias") for name in PROJECTIONS),
+    )
+    limit = moe.swiglu_limit
+
+    def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+        return activation(gate) * up if limit is None else clamped_swiglu(gate, up, limit)
+
+    mixed = mix(x, routing, experts, is_used, context.kernels, gated)
     return mixed, routing.ids
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from sgljax_engine.errors import InvalidConfigError, UnsupportedModelError
 from sgljax_engine.model_config import ModelConfig
-from sgljax_engine.models import gemma, gemma4, llama, olmo, qwen, qwen_hybrid
+from sgljax_engine.models import gemma, gemma4, gpt_oss, llama, olmo, qwen, qwen_hybrid
 from sgljax_engine.models.spec import ModelDefinition
 from sgljax_engine.weights.hf_json import read_end_ids, read_json
 from sgljax_engine.weights.hf_tables import holds_two_tables
@@ -23,6 +23,7 @@ MODELS: dict[str, ModelDefinition] = {
     "Gemma4UnifiedForConditionalGeneration": gemma4.UNIFIED,
     "Gemma3ForConditionalGeneration": gemma.GEMMA3_MULTIMODAL,
     "GemmaForCausalLM": gemma.GEMMA,
+    "GptOssForCausalLM": gpt_oss.MODEL,
     "LlamaForCausalLM": llama.LLAMA,
     "MistralForCausalLM": llama.MISTRAL,
     "MixtralForCausalLM": llama.MIXTRAL,
@@ -48,6 +49,7 @@ _OF_TYPES = {
     "gemma4": "Gemma4ForConditionalGeneration",
     "gemma4_text": "Gemma4ForCausalLM",
     "gemma4_unified": "Gemma4UnifiedForConditionalGeneration",
+    "gpt_oss": "GptOssForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",

@@ -10,11 +10,21 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import MODELS, get_model
 from sgljax_engine.models.spec import ParamKind
+from sgljax_engine.weights import mxfp4
 from sgljax_engine.weights.hf_tables import TEXT_PREFIXES, tie_tables
-from sgljax_engine.weights.rules import Rule, WeightRule, WeightSource, check_rules, flatten_named
+from sgljax_engine.weights.rules import (
+    Hook,
+    Rule,
+    WeightRule,
+    WeightSource,
+    check_rules,
+    flatten_named,
+)
 
 _STORED = {
     "MixtralForCausalLM": (
@@ -62,7 +72,8 @@ def hf_rules(model_config: ModelConfig) -> tuple[Rule, ...]:
     stacks = [name for name, spec in specs.items() if spec.kind is ParamKind.EXPERTS]
     # One rule for all layers: there are thousands of experts to match.
     for name in dict.fromkeys(re.sub(r"\.\d+\.", ".*.", stack) for stack in stacks):
-        rules += _expert_rules(name)
+        has_bias = model_config.moe is not None and model_config.moe.has_bias
+        rules += _interleaved_rules(name) if has_bias else _expert_rules(name)
     rules += [
         rule._replace(source=name)
         for rule in rules
@@ -97,6 +108,7 @@ def hf_source(
     if rules is not None:
         return WeightSource(source, check_rules(rules))
     arrays = flatten_named(source)
+    mxfp4.join_blocks(arrays)
     if model_config.tie_word_embeddings:
         arrays = tie_tables(arrays)
     return WeightSource(arrays, hf_rules(model_config))
@@ -140,6 +152,38 @@ def _expert_rules(stack: str) -> list[Rule]:
     part = ("gate_proj", "up_proj").index(projection)
     fused = f"{prefix}.gate_up_proj"
     return [alone, Rule(fused, stack, (0, 2, 1), part=part, part_axis=1, num_parts=2)]
+
+
+def _interleaved_rules(stack: str) -> list[Rule]:
+    """Rules for a stack of gpt-oss' experts and its biases; as of `_expert_rules`.
+
+    Gates alternate with the other projections in a fused tensor [experts, in, out], or [experts,
+    out, in] in MXFP4.
+    """
+    alone = Rule(expert_name(stack, "*"), stack, (1, 0), into="each")
+    prefix, projection = stack.removesuffix(".weight").rsplit(".", 1)
+    fused, every = "down_proj", mxfp4.dequantize
+    stored: Hook | None = None
+    if projection != "down_proj":
+        fused = "gate_up_proj"
+        first = ("gate_proj", "up_proj").index(projection)
+        stored, every = ((_even, mxfp4.dequantize_even), (_odd, mxfp4.dequantize_odd))[first]
+    is_shared = projection == "gate_proj"
+    bias = f"{prefix}.{projection}.bias"
+    return [
+        alone,
+        Rule(f"{prefix}.{fused}", stack, hook=stored, is_shared=is_shared),
+        Rule(f"{prefix}.{fused}_bias", bias, hook=stored, is_shared=is_shared),
+        Rule(f"{prefix}.{fused}_blocks", stack, hook=every, is_shared=is_shared),
+    ]
+
+
+def _even(x: jax.Array) -> jax.Array:
+    return x[..., 0::2]
+
+
+def _odd(x: jax.Array) -> jax.Array:
+    return x[..., 1::2]
 
 
 def logical_rules(model_config: ModelConfig) -> tuple[Rule, ...]:

@@ -173,7 +173,7 @@ class Placement(NamedTuple):
 
     def _sharded_axes(self, spec: ParamSpec) -> tuple[ParamAxis, ...]:
         """The logical axes that are sharded: of experts their width, or the experts."""
-        if spec.kind is not ParamKind.EXPERTS:
+        if EXPERTS_AXIS not in spec.axes:
             return spec.axes
         sizes = dict(zip(spec.axes, spec.shape, strict=True))
         by_width = shards_width(sizes[EXPERTS_AXIS], sizes["mlp"], self.num_tensor_shards)

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
+import jax.numpy as jnp
+
 from sgljax_engine.errors import WeightSyncError
 from sgljax_engine.layers.int8 import SCALE_SUFFIX
 from sgljax_engine.weights.lora import LoraTerm, lora_terms
@@ -64,11 +66,13 @@ class SyncPlan:
 
     @functools.cached_property
     def stacks(self) -> bool:
-        """Whether it stacks arrays, thousands where each expert is one.
+        """Whether it stacks arrays, thousands where each expert is one, or takes quantised ones.
 
-        One program of all would take minutes to compile. One by one, layers share their programs.
+        One program of all would take minutes to compile, or the memory of both forms. One by one,
+        layers share their programs.
         """
-        return any(step.stacked for step in self.steps)
+        is_quantized = any(spec.dtype == jnp.uint8 for spec in self.source_spec.values())
+        return is_quantized or any(step.stacked for step in self.steps)
 
     @property
     def is_on_one_device(self) -> bool:

@@ -84,13 +84,13 @@ def shape_problems(spec: SourceSpec, step: Step, wanted: tuple[int, ...]) -> lis
     where = f"{step.source!r} {list(spec.shape)} for {step.target!r} {list(wanted)}"
     if step.lora is not None and step.num_parts is not None:
         return [f"{where}: a LoRA pair of a weight that is cut into num_parts is not supported"]
-    if not jnp.issubdtype(spec.dtype, jnp.floating):
-        return [f"{where}: dtype {spec.dtype.name} is not a floating-point type"]
     dtype = jax.dtypes.canonicalize_dtype(spec.dtype)  # of NumPy's float64, JAX warns else
     try:
         found = jax.eval_shape(lambda x: map_axes(x, step), jax.ShapeDtypeStruct(spec.shape, dtype))
     except Exception as error:  # a user's hook may raise anything
         return [f"{where}: {error}"]
+    if not jnp.issubdtype(found.dtype, jnp.floating):  # whole numbers may be quantised ones
+        return [f"{where}: dtype {found.dtype.name} is not a floating-point type"]
     if not _is_regrouping(found.shape, wanted):
         return [f"{where}: shapes do not fit{_after(spec, step, wanted, found.shape)}"]
     return []

@@ -30,6 +30,7 @@ from sgljax_engine.kernels.gpu.paged_attention import (
     choose_tiling,
     combine,
     log2_scores,
+    log2_sinks,
     split_result,
     steps_of_split,
 )
@@ -54,6 +55,7 @@ class _Refs(NamedTuple):
     v_pages: Any
     page_table: Any
     kv_lens: Any
+    sinks: Any = None
     q_norm: Any = None
     k_norm: Any = None
 
@@ -68,6 +70,7 @@ def decode_attention(
     page_table: jax.Array,
     kv_lens: jax.Array,
     options: Scores,
+    sinks: jax.Array | None = None,
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -76,7 +79,7 @@ def decode_attention(
     Shape: q: [B, num_heads, h], h one of `paged_attention.HEAD_DIMS`. k, v: [B, num_kv_heads, h].
     rope: sines and cosines [B, h // 2] float32. page_table: [B, P] int32. kv_lens: [B] int32, keys
     with these tokens, which are the last; 0 for an unused row, whose token is not written and whose
-    output is 0. The output has the shape and dtype of q.
+    output is 0. sinks: as of `paged_attention`. The output has the shape and dtype of q.
     """
     batch, num_heads, head_dim = q.shape
     k_pages = pages[0]
@@ -86,11 +89,13 @@ def decode_attention(
     eps, offset = (0.0, 0.0) if norms is None else (norms.eps, norms.offset)
 
     def kernel(*refs: Any) -> None:
-        given, results = refs[:-4], refs[-4:]
-        _attend(_Refs(*given), results, tiling, options, eps, offset)
+        given, results = _Refs(**dict(zip(args, refs[:-4], strict=True))), refs[-4:]
+        _attend(given, results, tiling, options, eps, offset)
 
-    args = [q, k, v, *rope, *pages, page_table, kv_lens]
-    args += [] if norms is None else [norms.q, norms.k]
+    given = _Refs(q, k, v, *rope, *pages, page_table, kv_lens, sinks)
+    if norms is not None:
+        given = given._replace(q_norm=norms.q, k_norm=norms.k)
+    args = {name: each for name, each in given._asdict().items() if each is not None}
     out, lse, *new_pages = pl.pallas_call(
         kernel,
         grid=(batch, k_pages.shape[1] * tiling.row_tiles, tiling.splits),
@@ -103,7 +108,7 @@ def decode_attention(
         compiler_params=plgpu.CompilerParams(num_warps=tiling.num_warps, num_stages=NUM_STAGES),
         interpret=interpret,
         name="decode_attention",
-    )(*args)
+    )(*args.values())
     out = combine(out, lse).astype(q.dtype) if is_split else out[0]
     return out[:, 0], (new_pages[0], new_pages[1])
 
@@ -152,6 +157,8 @@ def _attend(
         jnp.where(is_own, 1.0, 0.0),
         jnp.where(is_own[:, None], v.astype(jnp.float32)[None, :], 0.0),
     )
+    if refs.sinks is not None:
+        start = _with_sinks(start, log2_sinks(refs.sinks, head, is_row), is_own)
     position = jnp.full((tiling.rows,), before)
     steps = steps_of_split(before, before, split, tiling, options)
     keys = Keys(refs.k_pages, refs.v_pages, refs.page_table, row, kv_head, before)
@@ -167,6 +174,15 @@ def _attend(
     writes = jnp.full((head_dim,), (split == 0) & (tile == 0) & (kv_len > 0))
     plgpu.store(k_out_ref.at[at_page], k, mask=writes)
     plgpu.store(v_out_ref.at[at_page], v, mask=writes)
+
+
+def _with_sinks(start: Softmax, sinks: jax.Array, is_own: jax.Array) -> Softmax:
+    """Adds a key without a value to the softmax of one key, where there is that."""
+    peak, total, acc = start
+    new_peak = jnp.where(is_own, jnp.maximum(peak, sinks), peak)
+    own = jnp.exp2(peak - new_peak)
+    total = total * own + jnp.where(is_own, jnp.exp2(sinks - new_peak), 0.0)
+    return new_peak, total, acc * own[:, None]
 
 
 def rotated_heads(

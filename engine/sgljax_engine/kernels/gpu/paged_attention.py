@@ -153,19 +153,19 @@ def _attend_to_split(
     page_table_ref: Any,
     positions_ref: Any,
     kv_lens_ref: Any,
-    out_ref: Any,
-    lse_ref: Any,
-    *,
+    *others: Any,
     tiling: Tiling,
     options: Scores,
 ) -> None:
     """The kernel: a tile of rows of one block and kv head over one split of the context.
 
     Refs are whole arrays in global memory: q [N, Q, num_heads, head_dim]; k and v
-    [num_pages, num_kv_heads, page_size, head_dim]; the tables as of `paged_attention`; and, written
-    here, out [splits, N, Q, num_heads, head_dim] and lse [splits, N, Q, num_heads], the log2 of the
-    sum of powers of two of the scores. Scores are in units of log2.
+    [num_pages, num_kv_heads, page_size, head_dim]; the tables as of `paged_attention`; sinks, if
+    there are some; and, written here, out [splits, N, Q, num_heads, head_dim] and lse
+    [splits, N, Q, num_heads], the log2 of the sum of powers of two of the scores. Scores are in
+    units of log2.
     """
+    *sinks, out_ref, lse_ref = others
     block, split = pl.program_id(0), pl.program_id(2)
     kv_head = lax.div(pl.program_id(1), tiling.row_tiles)
     tile = lax.rem(pl.program_id(1), tiling.row_tiles)
@@ -188,6 +188,10 @@ def _attend_to_split(
         jnp.zeros((tiling.rows,), jnp.float32),
         jnp.zeros((tiling.rows, head_dim), jnp.float32),
     )
+    for sinks_ref in sinks:  # the first split has them
+        has_sinks = jnp.full((tiling.rows,), split == 0)
+        peak = jnp.where(has_sinks, log2_sinks(sinks_ref, head, is_row), MASKED)
+        start = peak, jnp.where(has_sinks, 1.0, 0.0), start[2]
     softmax = attend_to_keys(q, position, keys, steps, start, tiling, options)
     out, lse = split_result(softmax)
     out = out.astype(out_ref.dtype)
@@ -270,6 +274,11 @@ def log2_scores(products: jax.Array, options: Scores) -> jax.Array:
     return scores * LOG2_E
 
 
+def log2_sinks(sinks_ref: Any, head: jax.Array, is_row: jax.Array) -> jax.Array:
+    """The sinks of heads [R] in units of log2; inside a kernel."""
+    return plgpu.load(sinks_ref.at[head], mask=is_row, other=0.0) * LOG2_E
+
+
 def split_result(softmax: Softmax) -> tuple[jax.Array, jax.Array]:
     """Outputs [R, head_dim] and log2 of the sums [R] of a split; 0 and very small without keys."""
     peak, total, acc = softmax
@@ -323,6 +332,7 @@ def paged_attention(
     positions: jax.Array,
     kv_lens: jax.Array,
     options: Scores,
+    sinks: jax.Array | None = None,
     *,
     is_invariant: bool = False,
     interpret: bool = False,
@@ -337,6 +347,8 @@ def paged_attention(
         positions: [N, Q] int32, position of each query in its request.
         kv_lens: [N] int32, keys that exist; 0 for an unused block.
         options: How scores are made. Static.
+        sinks: [num_heads] float32, for each head the score of a key without a value that every
+            query sees; None without.
         is_invariant: Give a query the same bits in any batch, see `invariant_tiling`.
         interpret: Run the kernel as plain JAX operations on any device. Slow; for tests.
 
@@ -347,6 +359,7 @@ def paged_attention(
     choose = invariant_tiling if is_invariant else choose_tiling
     tiling = choose(q_NQDh.shape, k, page_table.shape[1])
     is_split = tiling.splits > 1
+    more = () if sinks is None else (sinks,)
     out, lse = pl.pallas_call(
         functools.partial(_attend_to_split, tiling=tiling, options=options),
         grid=(num_blocks, num_kv_heads * tiling.row_tiles, tiling.splits),
@@ -359,7 +372,7 @@ def paged_attention(
         compiler_params=plgpu.CompilerParams(num_warps=tiling.num_warps, num_stages=NUM_STAGES),
         interpret=interpret,
         name="paged_attention",
-    )(q_NQDh, k, v, page_table, positions, kv_lens)
+    )(q_NQDh, k, v, page_table, positions, kv_lens, *more)
     if not is_split:
         return out[0]
     return combine(out, lse, is_ordered=is_invariant).astype(q_NQDh.dtype)

@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from sgljax_engine.kernels.gpu.paged_attention import LOG2_E, Scores, Softmax
+from sgljax_engine.kernels.gpu.paged_attention import LOG2_E, Scores, Softmax, log2_sinks
 
 ROWS = 128
 """Rows of queries in a program: two warp groups, each with 64 for a product of the tensor cores."""
@@ -148,17 +148,17 @@ def _attend_to_tile(
     kv_lens_ref: Any,
     first_ref: Any,
     num_blocks_ref: Any,
-    out_ref: Any,
-    *,
+    *others: Any,
     tiling: PrefillTiling,
     options: Scores,
     interpret: bool,
 ) -> None:
     """The kernel: one tile with heads of one kv head, and a part of the channels of their values.
 
-    Refs are whole arrays in global memory, as of `prefill_attention`; those of `Tiles`; and,
-    written here, out [N, Q, num_heads, head_dim].
+    Refs are whole arrays in global memory, as of `prefill_attention`; those of `Tiles`; sinks, if
+    there are some; and, written here, out [N, Q, num_heads, head_dim].
     """
+    *sinks, out_ref = others
     first_head, tile, part = pl.program_id(0) * tiling.heads, pl.program_id(1), pl.program_id(2)
     first, num_blocks = first_ref[tile], num_blocks_ref[tile]
     _, num_queries, num_heads, head_dim = q_ref.shape
@@ -213,6 +213,10 @@ def _attend_to_tile(
             jnp.zeros((ROWS,), jnp.float32),
             jnp.zeros((ROWS, width), jnp.float32),
         )
+        for sinks_ref in sinks:
+            cap = options.logit_softcap or 0.0  # which `_scores` drops
+            sink = log2_sinks(sinks_ref, head, is_row) - cap * LOG2_E
+            state = sink, jnp.ones((ROWS,), jnp.float32), state[2]
         _, total, acc = lax.fori_loop(steps.begin, steps.end, add_step, state)
         out = acc / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[:, None]
         at_out = out_ref.at[*at_rows, channel[None, :]]
@@ -265,6 +269,7 @@ def prefill_attention(
     positions: jax.Array,
     kv_lens: jax.Array,
     options: Scores,
+    sinks: jax.Array | None = None,
     *,
     tiling: PrefillTiling | None = None,
     interpret: bool = False,
@@ -277,6 +282,7 @@ def prefill_attention(
     num_blocks, _, num_heads, _ = q_NQDh.shape
     tiling = tiling or choose_prefill_tiling(q_NQDh.shape, k.shape[1])
     tiles = make_tiles(page_table, positions, kv_lens, k.shape[2], tiling.blocks)
+    more = () if sinks is None else (sinks,)
     return pl.pallas_call(
         functools.partial(_attend_to_tile, tiling=tiling, options=options, interpret=interpret),
         grid=(num_heads // tiling.heads, num_blocks, tiling.value_parts),
@@ -284,4 +290,4 @@ def prefill_attention(
         compiler_params=plgpu.CompilerParams(num_warps=_NUM_WARPS, num_stages=_NUM_STAGES),
         interpret=interpret,
         name="prefill_attention",
-    )(q_NQDh, k, v, page_table, positions, kv_lens, *tiles)
+    )(q_NQDh, k, v, page_table, positions, kv_lens, *tiles, *more)

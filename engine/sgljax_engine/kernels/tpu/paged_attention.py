@@ -47,6 +47,7 @@ def paged_attention(
     starts_N: jax.Array,
     kv_lens_N: jax.Array,
     scores: Scores,
+    sinks: jax.Array | None = None,
     *,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -63,6 +64,8 @@ def paged_attention(
         kv_lens_N: [N] int32, keys that exist, the block's own included: less than `starts + Q`
             where a block is not full. 0 for an unused block.
         scores: How scores are made.
+        sinks: [num_heads] float32, for each head the score of a key without a value that every
+            query sees; None without.
         interpret: As of `pl.pallas_call`.
 
     Returns:
@@ -79,10 +82,14 @@ def paged_attention(
     )
     q = _queries_of_steps(q_NQDh, num_kv_heads, sizes)
     fresh = [] if new is None else [_side_by_side(x, sizes) for x in new]
+    first_keys = [] if sinks is None else [_sinks_of_rows(sinks, num_kv_heads, q, sizes)]
 
     def block(x: jax.Array) -> pl.BlockSpec:
         zeros = (0,) * (x.ndim - 1)
         return pl.BlockSpec((1, *x.shape[1:]), lambda n, *_: (n, *zeros))
+
+    def whole(x: jax.Array) -> pl.BlockSpec:
+        return pl.BlockSpec(x.shape, lambda n, *_: (0,) * x.ndim)
 
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     chunk = (2, sizes.chunk_pages, *k_pages.shape[1:])
@@ -94,11 +101,17 @@ def paged_attention(
     state = (num_kv_heads, groups, q.shape[-2])
     runs_N = _run_lengths(page_table_NP, starts_N, kv_lens_N, sizes)
     out, *stored = pl.pallas_call(
-        functools.partial(attend_step, is_writing=new is not None, sizes=sizes, scores=scores),
+        functools.partial(
+            attend_step,
+            is_writing=new is not None,
+            has_sinks=sinks is not None,
+            sizes=sizes,
+            scores=scores,
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(num_blocks // sizes.step_blocks,),
-            in_specs=[block(q), *map(block, fresh), anywhere, anywhere],
+            in_specs=[block(q), *map(block, fresh), anywhere, anywhere, *map(whole, first_keys)],
             out_specs=[block(q), *(anywhere for _ in written)],
             scratch_shapes=[
                 pltpu.VMEM(chunk, k_pages.dtype),
@@ -118,7 +131,7 @@ def paged_attention(
         cost_estimate=_cost(q_NQDh, new, k_pages, page_table_NP.shape[1], sizes, scores),
         interpret=interpret,
         name="paged_attention",
-    )(page_table_NP, starts_N, kv_lens_N, runs_N, q, *fresh, *pools)
+    )(page_table_NP, starts_N, kv_lens_N, runs_N, q, *fresh, *pools, *first_keys)
     if new is not None:
         k_pages, v_pages = stored
     return _outputs_of_steps(out, q_NQDh, sizes), k_pages, v_pages
@@ -215,6 +228,16 @@ def _queries_of_steps(q_NQDh: jax.Array, num_kv_heads: int, sizes: Sizes) -> jax
         q = _side_by_side(q_NQDh, sizes)
     padding = [(0, 0)] * (q.ndim - 2) + [(0, -q.shape[-2] % _row_tile(q.dtype)), (0, 0)]
     return jnp.pad(q, padding)
+
+
+def _sinks_of_rows(sinks: jax.Array, num_kv_heads: int, q: jax.Array, sizes: Sizes) -> jax.Array:
+    """Sinks as the sums of a step lie, [num_kv_heads, groups, rows, LANES], of one token or all."""
+    groups = sinks.reshape(num_kv_heads, -1)
+    if sizes.num_queries == 1:  # rows are query heads, padded as queries are
+        groups = jnp.pad(groups, ((0, 0), (0, q.shape[-2] - groups.shape[1])))[:, None]
+    else:
+        groups = groups[:, :, None]
+    return jnp.broadcast_to(groups[..., None], (*groups.shape, LANES))
 
 
 def _side_by_side(x_NQHh: jax.Array, sizes: Sizes) -> jax.Array:

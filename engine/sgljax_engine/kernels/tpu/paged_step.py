@@ -13,10 +13,16 @@ from sgljax_engine.kernels.tpu.paged_sizes import LANES, Scores, Sizes
 from sgljax_engine.kernels.tpu.step_refs import Run, Step
 
 
-def attend_step(*refs: Any, is_writing: bool, sizes: Sizes, scores: Scores) -> None:
+def attend_step(
+    *refs: Any, is_writing: bool, has_sinks: bool, sizes: Sizes, scores: Scores
+) -> None:
     # Pallas' interpreter knows the place in the grid outside of branches and loops only.
     first_block = pl.program_id(0) * sizes.step_blocks
     num_blocks = pl.num_programs(0) * sizes.step_blocks
+    sinks_ref = None
+    if has_sinks:  # behind the other inputs
+        place = 9 if is_writing else 7
+        sinks_ref, refs = refs[place], (*refs[:place], *refs[place + 1 :])
     step = Step.of(refs, is_writing, first_block, num_blocks, sizes, scores)
 
     @pl.when(first_block == 0)
@@ -25,8 +31,12 @@ def attend_step(*refs: Any, is_writing: bool, sizes: Sizes, scores: Scores) -> N
         step.next_ref[1] = 0
 
     max_ref, sum_ref, acc_ref = step.state
-    max_ref[...] = jnp.full_like(max_ref, MASKED)
-    sum_ref[...] = jnp.zeros_like(sum_ref)
+    if sinks_ref is None:
+        max_ref[...] = jnp.full_like(max_ref, MASKED)
+        sum_ref[...] = jnp.zeros_like(sum_ref)
+    else:  # the first key of each row, whose value adds nothing
+        max_ref[...] = jnp.broadcast_to(sinks_ref[...], max_ref.shape)
+        sum_ref[...] = jnp.ones_like(sum_ref)
     acc_ref[...] = jnp.zeros_like(acc_ref)
 
     def one_run(index: Any) -> None:
