@@ -6,12 +6,20 @@ A token has the same bits in decode, where each block has one query, and in pref
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from sgljax_cpu.attention_tile import Attention, AttentionShape, Pages, Queries
-from sgljax_cpu.emit import F32, I32, I64, PTR, VOID, Code, Module, Value, f32, vector
+from sgljax_cpu.attention_tile import (
+    SPAN,
+    Attention,
+    AttentionShape,
+    Pages,
+    Queries,
+    Softmax,
+)
+from sgljax_cpu.emit import F32, I32, I64, PTR, VOID, Code, Module, Number, Value, f32, vector
 from sgljax_cpu.machine import Vectors
 from sgljax_cpu.numbers import STORED, store_float
 from sgljax_cpu.operation import Operation, Plan, Shapes, read_values
@@ -19,6 +27,9 @@ from sgljax_cpu.primitive import run, run_one
 
 _QUERY_ROWS = 8
 """Query heads times queries in a tile, at least one query."""
+
+_RUN_ROWS = 8
+"""Query heads times rows of a decode batch whose shared keys are read together, see `_Kernel`."""
 
 _MAX_TILES = 16
 """Tiles of a chunk: of neighbouring rows of a decode batch, which may share a prompt."""
@@ -160,63 +171,192 @@ def _write_chunk(
     module: Module, vectors: Vectors, *, shape: AttentionShape, per_tile: int, has_sinks: bool
 ) -> Value:
     """Writes f(values, chunk): some tiles of one kv head."""
-    one_tile = _write_tile(module, vectors.lanes, shape, per_tile, has_sinks)
+    kernel = _Kernel(module, vectors.lanes, shape, has_sinks)
+    num_rows = max(_RUN_ROWS // shape.group, 1) if per_tile == 1 else 1
+    one_tile = kernel.write_tile(per_tile)
+    if num_rows > 1:
+        of_run, num_shared = kernel.write_run(num_rows), kernel.write_num_shared(num_rows)
     with Code(module, "tiles", VOID, [PTR, I64]) as code:
         values, chunk = code.arguments
-        *_, total, _, _, _, size = read_values(code, values, 7 + has_sinks, 5)
+        *_, total, _, _, _, size = kernel.read(code, values)
+        state = kernel.softmax(code, max(num_rows, per_tile))
         # Neighbouring rows, which may share keys, come one after another.
         per_head = code.ceil_div(total, size)
         head, first = code.div(chunk, per_head), code.mul(code.rem(chunk, per_head), size)
-        with code.loop(first, code.min(code.add(first, size), total)) as tile:
-            code.call(one_tile, VOID, [values, tile, head])
+        last = code.min(code.add(first, size), total)
+        tile = code.variable(first)
+        with code.repeat(lambda: code.less(tile.get(), last)):
+            count, shared = code.variable(1), code.variable(0)
+            if num_rows > 1:
+                is_run = code.less(code.add(tile.get(), num_rows - 1), last)
+                with code.when(is_run):
+                    shared.set(code.call(num_shared, I64, [values, tile.get()]))
+                    with code.when(code.less(0, shared.get())):
+                        code.call(
+                            of_run, VOID, [values, tile.get(), head, state.base, shared.get()]
+                        )
+                        count.set(Value(I64, str(num_rows)))
+            with code.loop(0, count.get()) as i:
+                place = code.at(state.base, code.mul(i, shape.group * state.size))
+                code.call(
+                    one_tile,
+                    VOID,
+                    [values, code.add(tile.get(), i), head, place, shared.get()],
+                )
+            tile.set(code.add(tile.get(), count.get()))
     return code.function
 
 
-def _write_tile(
-    module: Module, lanes: int, shape: AttentionShape, per_tile: int, has_sinks: bool
-) -> Value:
-    """Writes f(values, tile, kv_head): some queries of a block, and their heads of a kv head."""
-    with Code(module, "tile", VOID, [PTR, I64, I64]) as code:
-        values, tile, head = code.arguments
-        q, k_pages, v_pages, table, positions, kv_lens, *others = read_values(
-            code, values, 7 + has_sinks, 5
-        )
-        *sinks, out = others[: 1 + has_sinks]
-        sizes = others[1 + has_sinks :]
-        _, width, num_queries, tiles, _ = sizes
-        block, begin = code.div(tile, tiles), code.mul(code.rem(tile, tiles), per_tile)
-        num_keys = code.load_int(kv_lens, block)
-        channels = shape.group * shape.head_dim
-        tokens, places = [], []  # past the block's end its last token repeats
-        for i in range(per_tile):
-            query = code.min(code.add(begin, i), code.sub(num_queries, 1))
-            tokens.append(code.add(code.mul(block, num_queries), query))
-            row = code.add(code.mul(tokens[i], shape.num_kv_heads), head)
-            places.append(code.mul(row, channels))
-        with code.when(code.less(num_keys, 1)):
-            for place in places:
-                _copy(code, None, code.at(out, place), channels, lanes)
-            code.ret()
-        queries = code.stack(f"[{per_tile * channels} x float]")
-        ends = []
-        for i, (token, place) in enumerate(zip(tokens, places, strict=True)):
-            target = code.at(queries, i * channels)
-            _copy(code, code.at(q, place), target, channels, lanes, shape.scale)
-            ends.append(code.min(code.add(code.load_int(positions, token), 1), num_keys))
-        pages = Pages(code, shape, code.at(table, code.mul(block, width), I32), head, num_keys)
-        last, first = functools.reduce(code.max, ends), functools.reduce(code.min, ends)
-        of_rows = [end for end in ends for _ in range(shape.group)]
-        own = code.mul(head, shape.group)
-        of_heads = [
+class _Kernel(NamedTuple):
+    """The functions of a kernel of attention.
+
+    Neighbouring rows of a decode batch may begin with the same pages: samples of one prompt do. The
+    keys of these are read once for some rows together, span by span; then each row goes on alone.
+    """
+
+    module: Module
+    lanes: int
+    shape: AttentionShape
+    has_sinks: bool
+
+    def read(self, code: Code, values: Value) -> list[Value]:
+        """The addresses of arguments and results, and sizes; of sinks at the end, if any."""
+        return read_values(code, values, 7 + self.has_sinks, 5)
+
+    def softmax(self, code: Code, num_queries: int) -> Softmax:
+        """Memory for the heads of some queries."""
+        shape = self.shape
+        size = Softmax(code, Value(PTR, "null"), shape.head_dim, self.lanes).size
+        place = code.stack(f"[{num_queries * shape.group * size} x float]")
+        return Softmax(code, place, shape.head_dim, self.lanes)
+
+    def sinks(self, code: Code, arrays: list[Value], head: Value, count: int) -> list[Value]:
+        """Those of a kv head's queries, of `count` tokens."""
+        own = code.mul(head, self.shape.group)
+        found = [
             code.load(code.at(each, code.add(own, i)), F32)
-            for each in sinks
-            for i in range(shape.group)
+            for each in (arrays[6:7] if self.has_sinks else ())
+            for i in range(self.shape.group)
         ]
-        tile_queries = Queries(queries, of_rows, last, first, of_heads * per_tile)
-        found = Attention(code, lanes, pages, k_pages, v_pages, tile_queries).write()
+        return found * count
+
+    def queries(
+        self, code: Code, arrays: list[Value], places: list[Value], ends: list[Value]
+    ) -> Queries:
+        """Scaled copies of queries at places."""
+        channels, shape = self.shape.group * self.shape.head_dim, self.shape
+        copies = code.stack(f"[{len(places) * channels} x float]")
         for i, place in enumerate(places):
-            _copy(code, code.at(found, i * channels), code.at(out, place), channels, lanes)
-    return code.function
+            target = code.at(copies, i * channels)
+            _copy(code, code.at(arrays[0], place), target, channels, self.lanes, shape.scale)
+        last, first = functools.reduce(code.max, ends), functools.reduce(code.min, ends)
+        return Queries(copies, [end for end in ends for _ in range(shape.group)], last, first)
+
+    def place(self, code: Code, token: Value, head: Value) -> Value:
+        """Where the queries of a token are, and their results."""
+        row = code.add(code.mul(token, self.shape.num_kv_heads), head)
+        return code.mul(row, self.shape.group * self.shape.head_dim)
+
+    def end(self, code: Code, arrays: list[Value], token: Value, num_keys: Value) -> Value:
+        """The first key past those that a token sees."""
+        return code.min(code.add(code.load_int(arrays[4], token), 1), num_keys)
+
+    def pages(
+        self, code: Code, arrays: list[Value], block: Value, head: Value, num_keys: Value
+    ) -> Pages:
+        """Those of a block."""
+        width = arrays[-4]
+        table = code.at(arrays[3], code.mul(block, width), I32)
+        return Pages(code, self.shape, table, head, num_keys)
+
+    def write_tile(self, per_tile: int) -> Value:
+        """Writes f(values, tile, kv_head, softmax, begin): some queries of a block.
+
+        Their softmax has the keys up to `begin` already, a multiple of `SPAN`.
+        """
+        lanes, shape = self.lanes, self.shape
+        with Code(self.module, "tile", VOID, [PTR, I64, I64, PTR, I64]) as code:
+            values, tile, head, state, begin = code.arguments
+            arrays = self.read(code, values)
+            out = arrays[6 + self.has_sinks]
+            _, _, num_queries, tiles, _ = arrays[-5:]
+            block, first = code.div(tile, tiles), code.mul(code.rem(tile, tiles), per_tile)
+            num_keys = code.load_int(arrays[5], block)
+            channels = shape.group * shape.head_dim
+            tokens = []  # past the block's end its last token repeats
+            for i in range(per_tile):
+                query = code.min(code.add(first, i), code.sub(num_queries, 1))
+                tokens.append(code.add(code.mul(block, num_queries), query))
+            places = [self.place(code, token, head) for token in tokens]
+            with code.when(code.less(num_keys, 1)):
+                for place in places:
+                    _copy(code, None, code.at(out, place), channels, lanes)
+                code.ret()
+            ends = [self.end(code, arrays, token, num_keys) for token in tokens]
+            queries = self.queries(code, arrays, places, ends)
+            softmax = Softmax(code, state, shape.head_dim, lanes)
+            count = len(queries.ends)
+            with code.when(code.equal(begin, 0)):
+                softmax.start(count, self.sinks(code, arrays, head, per_tile))
+            pages = self.pages(code, arrays, block, head, num_keys)
+            attention = Attention(pages, arrays[1], arrays[2], queries, softmax)
+            attention.add_keys(begin, queries.last_end)
+            softmax.finish(count)
+            for i, place in enumerate(places):
+                for query in range(shape.group):
+                    target = code.at(out, code.add(place, query * shape.head_dim))
+                    found = softmax.sums(i * shape.group + query)
+                    _copy(code, found, target, shape.head_dim, lanes)
+        return code.function
+
+    def write_run(self, num_rows: int) -> Value:
+        """Writes f(values, block, kv_head, softmax, end): blocks of one query, up to a key.
+
+        All of them have the pages of the first one up to that key, a multiple of `SPAN`.
+        """
+        lanes, shape = self.lanes, self.shape
+        with Code(self.module, "run", VOID, [PTR, I64, I64, PTR, I64]) as code:
+            values, block, head, state, end = code.arguments
+            arrays = self.read(code, values)
+            tokens = [code.add(block, i) for i in range(num_rows)]
+            places = [self.place(code, token, head) for token in tokens]
+            ends = [
+                self.end(code, arrays, token, code.load_int(arrays[5], token)) for token in tokens
+            ]
+            queries = self.queries(code, arrays, places, ends)
+            softmax = Softmax(code, state, shape.head_dim, lanes)
+            softmax.start(len(queries.ends), self.sinks(code, arrays, head, num_rows))
+            pages = self.pages(code, arrays, block, head, end)
+            Attention(pages, arrays[1], arrays[2], queries, softmax).add_keys(Value(I64, "0"), end)
+        return code.function
+
+    def write_num_shared(self, num_rows: int) -> Value:
+        """Writes f(values, block): the first keys that blocks share, a multiple of `SPAN`."""
+        with Code(self.module, "num_shared", I64, [PTR, I64]) as code:
+            values, block = code.arguments
+            arrays = self.read(code, values)
+            table, width, size = arrays[3], arrays[-4], self.shape.page_size
+            lengths = [code.load_int(arrays[5], code.add(block, i)) for i in range(num_rows)]
+            num_keys = functools.reduce(code.min, lengths)
+            rows = [
+                code.at(table, code.mul(code.add(block, i), width), I32) for i in range(num_rows)
+            ]
+            with code.loop(0, code.div(num_keys, size)) as page:
+                first = code.load(code.at(rows[0], page, I32), I32)
+                differing = [
+                    code.differ(first, code.load(code.at(row, page, I32), I32)) for row in rows[1:]
+                ]
+                with code.when(code.compare("ne", functools.reduce(code.either, differing), _ZERO)):
+                    code.ret(_whole_spans(code, code.mul(page, size)))
+            code.ret(_whole_spans(code, num_keys))
+        return code.function
+
+
+_ZERO = Value(I32, "0")
+
+
+def _whole_spans(code: Code, num_keys: Number) -> Value:
+    return code.mul(code.div(num_keys, SPAN), SPAN)
 
 
 def _copy(

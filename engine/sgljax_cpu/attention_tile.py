@@ -1,4 +1,4 @@
-"""The arithmetic of attention for a tile of queries of one request that share a kv head.
+"""The arithmetic of attention for a tile of queries that share keys of a kv head.
 
 Pages are read in place, each key and value once for all queries of the tile. Keys are processed in
 *spans*, with an online softmax over these (Milakov and Gimelshein, 2018): first the scores of a
@@ -27,7 +27,7 @@ from sgljax_cpu.emit import (
 from sgljax_cpu.math import add_neighbours, exp, tanh
 from sgljax_cpu.numbers import STORED, load_as_float
 
-_SPAN = 256
+SPAN = 256
 """Keys whose scores are in memory together."""
 
 _SUMS = 16
@@ -36,7 +36,7 @@ _SUMS = 16
 _UNROLLED = 128
 """Channels times queries up to which the loop over the keys of a vector is unrolled."""
 
-_MASKED = -1e30
+MASKED = -1e30
 
 _LINE = 16
 """Floats of a cache line."""
@@ -149,14 +149,69 @@ class Queries(NamedTuple):
         ends: For each query an i64, the first key past those it sees.
         last_end: The largest of them, at least 1.
         first_end: The smallest of them.
-        sinks: For each query the score of a key without a value; empty without.
     """
 
     vectors: Value
     ends: list[Value]
     last_end: Value
     first_end: Value
-    sinks: list[Value]
+
+
+class Softmax(NamedTuple):
+    """The running softmax of some queries, in memory: weighted values, their total, the peak.
+
+    Attributes:
+        code: The function that is being written.
+        base: Address of a record of `size` floats for each query.
+        head_dim: Channels of a value.
+        lanes: Of the totals, which are added up at last.
+    """
+
+    code: Code
+    base: Value
+    head_dim: int
+    lanes: int
+
+    @property
+    def size(self) -> int:
+        """Floats of a query."""
+        return self.head_dim + 2 * self.lanes
+
+    def sums(self, query: int, channel: Number = 0) -> Value:
+        """The address of a query's weighted values."""
+        return self.code.at(self.code.at(self.base, query * self.size), channel)
+
+    def total(self, query: int) -> Value:
+        """The address of a query's total, by lanes."""
+        return self.sums(query, self.head_dim)
+
+    def peak(self, query: int) -> Value:
+        """The address of a query's highest score."""
+        return self.sums(query, self.head_dim + self.lanes)
+
+    def start(self, count: int, sinks: Sequence[Value]) -> None:
+        """Emits the start of `count` queries: no keys, or their sinks, whose values add nothing."""
+        code, lanes = self.code, self.lanes
+        total = code.zeros(lanes)
+        if sinks:
+            one = code.first_lanes(Value(I64, "1"), lanes)
+            total = code.select(one, code.splat(f32(1.0), lanes), total)
+        for query in range(count):
+            with code.loop(0, self.head_dim, lanes) as channel:
+                code.store(code.zeros(lanes), self.sums(query, channel), 4)
+            code.store(total, self.total(query), 4)
+            code.store(sinks[query] if sinks else f32(MASKED), self.peak(query))
+
+    def finish(self, count: int) -> None:
+        """Emits the division of `count` queries' weighted values by their totals."""
+        code, lanes = self.code, self.lanes
+        for query in range(count):
+            sums = code.load(self.total(query), vector(lanes), 4)
+            total = code.splat(code.sum_lanes(sums), lanes)
+            with code.loop(0, self.head_dim, lanes) as channel:
+                place = self.sums(query, channel)
+                mean = code.float_op("fdiv", code.load(place, vector(lanes), 4), total)
+                code.store(mean, place, 4)
 
 
 class _Span(NamedTuple):
@@ -180,62 +235,51 @@ class Attention:
 
     def __init__(
         self,
-        code: Code,
-        lanes: int,
         pages: Pages,
         k_pages: Value,
         v_pages: Value,
         queries: Queries,
+        softmax: Softmax,
     ) -> None:
         """Takes the keys and values of `pages` from `k_pages` and `v_pages`, whole arrays."""
+        code, lanes = softmax.code, softmax.lanes
         self._code, self._lanes, self._shape = code, lanes, pages.shape
         self._pages, self._k_pages, self._v_pages = pages, k_pages, v_pages
-        self._queries = queries
-        self._count = len(queries.ends)
-        head_dim = self._shape.head_dim
-        # A sink is where a softmax starts: a first key, whose value adds nothing.
-        peaks = queries.sinks or [f32(_MASKED)] * self._count
-        total = code.zeros(lanes)
-        if queries.sinks:
-            one = code.first_lanes(Value(I64, "1"), lanes)
-            total = code.select(one, code.splat(f32(1.0), lanes), total)
-        self._peaks = [code.variable(peak) for peak in peaks]
-        self._totals = [code.variable(total) for _ in range(self._count)]
-        self._sums = code.stack(f"[{self._count * head_dim} x float]")
-        self._scores = code.stack(f"[{self._count * _SPAN} x float]")
-        self._by_lane = code.stack(f"[{self._count * lanes * lanes} x float]")
+        self._queries, self._softmax = queries, softmax
+        self._count = count = len(queries.ends)
+        self._scores = code.stack(f"[{count * SPAN} x float]")
+        self._by_lane = code.stack(f"[{count * lanes * lanes} x float]")
         self._places = [code.stack(f"[{lanes} x ptr]") for _ in range(2)]
+        self._peaks = [code.variable(code.load(softmax.peak(i), F32)) for i in range(count)]
+        self._totals = [
+            code.variable(code.load(softmax.total(i), vector(lanes), 4)) for i in range(count)
+        ]
 
-    def write(self) -> Value:
-        """Emits the code; returns the address of the results [queries, head_dim]."""
-        code, lanes, head_dim = self._code, self._lanes, self._shape.head_dim
-        with code.loop(0, self._count * head_dim, lanes) as channel:
-            code.store(code.zeros(lanes), code.at(self._sums, channel), 4)
-        first, end = Value(I64, "0"), self._queries.last_end
+    def add_keys(self, begin: Value, end: Value) -> None:
+        """Emits what adds keys to the softmax, from `begin`, a multiple of `SPAN`, to `end`."""
+        code, lanes = self._code, self._lanes
+        first = Value(I64, "0")
         if self._shape.window is not None:
             first = code.max(code.sub(self._queries.first_end, self._shape.window), 0)
         # Spans begin at fixed multiples, so that a query's sums do not depend on other queries.
-        with code.loop(code.mul(code.div(first, _SPAN), _SPAN), end, _SPAN) as begin:
-            count = code.min(code.sub(end, begin), _SPAN)
+        start = code.max(begin, code.mul(code.div(first, SPAN), SPAN))
+        with code.loop(start, end, SPAN) as begin:
+            count = code.min(code.sub(end, begin), SPAN)
             hidden = code.max(code.sub(first, begin), 0)
             start = code.mul(code.div(hidden, lanes), lanes)
             span = _Span(begin, start, count, hidden)
             shrinks = self._exponentiate(span, self._score(span))
             self._add_values(span, shrinks)
         for row in range(self._count):
-            total = code.splat(code.sum_lanes(self._totals[row].get()), lanes)
-            for channel in range(row * head_dim, (row + 1) * head_dim, lanes):
-                place = code.at(self._sums, channel)
-                mean = code.float_op("fdiv", code.load(place, vector(lanes), 4), total)
-                code.store(mean, place, 4)
-        return self._sums
+            code.store(self._peaks[row].get(), self._softmax.peak(row))
+            code.store(self._totals[row].get(), self._softmax.total(row), 4)
 
     # ------------------------------------------------------------------ scores
 
     def _score(self, span: _Span) -> list[Value]:
-        """Emits a span's scores, `_MASKED` for hidden keys; returns each query's peak by lane."""
+        """Emits a span's scores, `MASKED` for hidden keys; returns each query's peak by lane."""
         code, lanes = self._code, self._lanes
-        masked = code.splat(f32(_MASKED), lanes)
+        masked = code.splat(f32(MASKED), lanes)
         highest = [code.variable(masked) for _ in range(self._count)]
         with code.loop(span.start, span.num_keys, lanes) as at:
             first = code.add(span.begin, at)
@@ -246,7 +290,7 @@ class Attention:
                     scores = tanh(code, code.float_op("fdiv", scores, cap))
                     scores = code.float_op("fmul", cap, scores)
                 scores = code.select(self._is_seen(row, first), scores, masked)
-                code.store(scores, code.at(self._scores, code.add(at, row * _SPAN)), 4)
+                code.store(scores, code.at(self._scores, code.add(at, row * SPAN)), 4)
                 highest[row].set(code.float_max(highest[row].get(), scores))
         return [each.get() for each in highest]
 
@@ -335,7 +379,7 @@ class Attention:
             total = self._totals[row]
             total.set(code.float_op("fmul", total.get(), shrink))
             with code.loop(span.start, span.num_keys, lanes) as at:
-                place = code.at(self._scores, code.add(at, row * _SPAN))
+                place = code.at(self._scores, code.add(at, row * SPAN))
                 below = code.float_op("fsub", code.load(place, vector(lanes), 4), peaks)
                 weights = exp(code, below)
                 code.store(weights, place, 4)
@@ -354,9 +398,8 @@ class Attention:
             self._add_channels(span, shrinks, channels)
 
     def _add_channels(self, span: _Span, shrinks: Sequence[Value], channels: Sequence[int]) -> None:
-        code, lanes, head_dim = self._code, self._lanes, self._shape.head_dim
-        rows = range(self._count)
-        places = [[code.at(self._sums, row * head_dim + c) for c in channels] for row in rows]
+        code, lanes, rows = self._code, self._lanes, range(self._count)
+        places = [[self._softmax.sums(row, c) for c in channels] for row in rows]
         sums: list[list[Variable]] = []
         for row in rows:
             kept = [code.load(place, vector(lanes), 4) for place in places[row]]
@@ -392,7 +435,7 @@ class Attention:
         value, later = values.address(index), following.address(index)
         factors = []
         for row in range(self._count):
-            place = code.add(code.add(at, index), row * _SPAN)
+            place = code.add(code.add(at, index), row * SPAN)
             factors.append(code.splat(code.load(code.at(self._scores, place), F32), lanes))
         for place, channel in enumerate(channels):
             if channel % _LINE == 0:

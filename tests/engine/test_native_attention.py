@@ -105,6 +105,45 @@ def test_half_width_pages(dtype):
     np.testing.assert_array_equal(found, wanted)
 
 
+LENGTHS, PREFIXES = zip(
+    # Ten rows with the pages of a prompt, one of which has only its first ones,
+    *((600, 0), (601, 35), (597, 35), (1200, 35), (580, 20), (900, 20), (599, 35)),
+    *((560, 35), (777, 35), (590, 35)),
+    # rows of another prompt, and rows on their own
+    *((300, 0), (310, 18), (290, 17), (17, 0), (1, 0), (16, 1), (530, 0)),
+    strict=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes", "dtype"),
+    spread(list(OPTIONS), [(4, 2, 32), (4, 1, 16), (2, 2, 64)], ["float32", "bfloat16"]),
+)
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_rows_that_share_first_pages(options, sizes, dtype, has_sinks):
+    """Their keys are read together, and their bits are those of each row alone."""
+    num_heads, num_kv_heads, head_dim = sizes
+    case = ragged_case(
+        LENGTHS,
+        page_size=16,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        num_queries=1,
+        head_dim=head_dim,
+        dtype=dtype,
+        prefixes=PREFIXES,
+    )
+    sinks = [np.linspace(-1, 1, num_heads, dtype=np.float32)] if has_sinks else []
+    options = OPTIONS[options]
+    attend = jax.jit(NativeAttention().attend, static_argnums=3)
+    together = case.run(attend, options, *sinks)
+    case.check(together, options, 2e-5 if dtype == "float32" else 2e-2, *sinks)
+    for row in range(len(LENGTHS)):
+        tables = BlockTables(*(x[row : row + 1] for x in case.tables))
+        alone = case._replace(queries=case.queries[row : row + 1], tables=tables)
+        np.testing.assert_array_equal(alone.run(attend, options, *sinks)[0], together[row])
+
+
 @pytest.mark.parametrize("num_rows", tiered([1, 3, 40], [3, 40]))
 def test_a_row_has_the_same_bits_in_any_company(num_rows):
     lengths = np.random.default_rng(num_rows).integers(1, 400, num_rows)
