@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from sgljax_engine import ModelConfig, RopeConfig
+import dataclasses
+
+from sgljax_engine import ModelConfig, MoEConfig, RopeConfig
+from sgljax_engine.model_config import AttentionConfig
 
 QWEN3_8B = ModelConfig(
     architecture="Qwen3ForCausalLM",
@@ -33,3 +36,25 @@ TWO_LAYERS = ModelConfig(
     tie_word_embeddings=True,
     context_length=1024,
 )
+
+GPT_OSS = dataclasses.replace(
+    TWO_LAYERS,
+    architecture="GptOssForCausalLM",
+    hidden_size=2880,
+    intermediate_size=2880,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=64,
+    tie_word_embeddings=False,
+    attention_bias=True,
+    attention=AttentionConfig(sliding_window=128, sliding_layers=(True, False)),
+    moe=MoEConfig(
+        num_experts=32,
+        num_experts_per_token=4,
+        intermediate_size=2880,
+        norm_topk_prob=True,
+        has_bias=True,
+        swiglu_limit=7.0,
+    ),
+)
+"""Two layers of gpt-oss-20b, of which one slides, with a smaller vocabulary."""

@@ -102,6 +102,34 @@ GPT_OSS = dataclasses.replace(
 )
 """Sinks, windows in every other layer, experts with biases."""
 
+MIXTRAL = dataclasses.replace(
+    TINY_MOE,
+    architecture="MixtralForCausalLM",
+    moe=MoEConfig(
+        num_experts=4, num_experts_per_token=2, intermediate_size=24, norm_topk_prob=True
+    ),
+)
+
+OLMO3 = dataclasses.replace(
+    TINY,
+    architecture="Olmo3ForCausalLM",
+    attention=AttentionConfig(
+        sliding_window=13, sliding_layers=(True, False), sliding_rope=RopeConfig(theta=5e5)
+    ),
+)
+"""Norms behind attention and MLP alone, of q and k over all heads, and windows."""
+
+SMOLLM3 = dataclasses.replace(
+    TINY,
+    architecture="SmolLM3ForCausalLM",
+    tie_word_embeddings=True,
+    attention=AttentionConfig(rope_layers=(True, False)),
+)
+"""A layer without positions."""
+
+NEW_FAMILIES = {"mixtral": MIXTRAL, "olmo": OLMO3, "smollm": SMOLLM3}
+"""Small models of families that share a file with others, or most of their code."""
+
 
 HYBRID = dataclasses.replace(
     TINY,

@@ -31,6 +31,7 @@ from tests.engine.exactness_checks import check_bits
 from tests.engine.models import (
     GPT_OSS,
     MIXED_HEADS,
+    NEW_FAMILIES,
     SHARED_KEYS,
     TINY,
     spread_weights,
@@ -166,6 +167,7 @@ def test_the_requests_differ():
         pytest.param(MIXED_HEADS, id="mixed heads", marks=pytest.mark.soak),
         pytest.param(SHARED_KEYS, id="shared keys", marks=pytest.mark.soak),
         pytest.param(GPT_OSS, id="sinks", marks=pytest.mark.soak),
+        *(pytest.param(x, id=name, marks=pytest.mark.soak) for name, x in NEW_FAMILIES.items()),
     ],
 )
 def test_a_few_requests(model):

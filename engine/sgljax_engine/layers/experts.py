@@ -10,7 +10,8 @@ expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from sgljax_engine.layers.kernels import Kernels, Weight
+from sgljax_engine.layers.target import kv_axes
 
 _LANES = 128
 """Lanes of a TPU's vector register."""
@@ -71,14 +73,15 @@ def mix(
     is_used: jax.Array | None,
     kernels: Kernels,
     gated: Callable[[jax.Array, jax.Array], jax.Array],
+    expert_parallel_size: int = 1,
 ) -> jax.Array:
     """The weighted sum [T, D] of each token's experts, added in float32 in the routing's order.
 
-    `gated` makes the input of the last projection of the two others. Over several devices, each
-    computes its part of all experts or all of its experts, as `shards_width` says, and the results
-    are added. Tokens that are not used ([T] bool) take no expert's time, and get zeros.
+    `gated` makes the input of the last projection of the two others. Over several devices, which
+    all have all tokens, each computes its part of its experts, as `expert_axes` says, and the
+    results are added. Tokens that are not used ([T] bool) take no expert's time, and get zeros.
     """
-    mesh, num_experts = kernels.mesh, experts.gate.shape[0]
+    mesh = kernels.mesh
     down_bias, experts = experts.down_bias, experts._replace(down_bias=None)
 
     def with_bias(mixed: jax.Array) -> jax.Array:
@@ -88,25 +91,39 @@ def mix(
 
     if mesh is None:
         return with_bias(_mix(x_TD, routing, experts, is_used, kernels, gated))
-    by_width = shards_width(num_experts, experts.gate.shape[2], mesh.size)
-    axes = mesh.axis_names
+    num_experts, _, width = experts.gate.shape
+    whole, parts = expert_axes(mesh.shape, num_experts, width, expert_parallel_size)
 
     def on_device(x: jax.Array, routing: Routing, experts: Experts, used: jax.Array) -> jax.Array:
-        if not by_width:
-            first = lax.axis_index(axes) * (num_experts // mesh.size)
+        if whole:
+            first = lax.axis_index(whole) * experts.gate.shape[0]
             routing = routing._replace(ids=routing.ids - first)
-        return lax.psum(_mix(x, routing, experts, used, kernels, gated), axes)
+        return lax.psum(_mix(x, routing, experts, used, kernels, gated), mesh.axis_names)
 
-    widening, narrowing = (
-        P(*(axes if i == (axis if by_width else 0) else None for i in range(3))) for axis in (2, 1)
-    )
-    bias = None if experts.gate_bias is None else P(*((None, axes) if by_width else (axes,)))
+    widening, narrowing = P(whole, None, parts), P(whole, parts)
+    bias = None if experts.gate_bias is None else P(whole, parts)
     specs: Any = Experts(widening, widening, narrowing, bias, bias)  # type: ignore[arg-type]
     used = jnp.ones(x_TD.shape[0], bool) if is_used is None else is_used
     run = jax.shard_map(
         on_device, mesh=mesh, in_specs=(P(), P(), specs, P()), out_specs=P(), check_vma=False
     )
     return with_bias(run(x_TD, routing, experts, used))
+
+
+def expert_axes(
+    axes: Mapping[str, int], num_experts: int, width: int, expert_parallel_size: int
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The tensor axes over which experts are sharded, and those over which their width is.
+
+    `axes` are an engine's, in order, as `placement.submeshes` cuts them: the first ones have as
+    many devices together as `expert_parallel_size`. At 1, `shards_width` decides for all axes.
+    """
+    names = tuple(axes)
+    if expert_parallel_size > 1:
+        whole = kv_axes(axes, expert_parallel_size)
+        return whole, names[len(whole) :]
+    by_width = shards_width(num_experts, width, math.prod(axes.values()))
+    return ((), names) if by_width else (names, ())
 
 
 def shards_width(num_experts: int, width: int, num_shards: int) -> bool:

@@ -98,7 +98,8 @@ def mixture(
     def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
         return activation(gate) * up if limit is None else clamped_swiglu(gate, up, limit)
 
-    mixed = mix(x, routing, experts, is_used, context.kernels, gated)
+    size = context.expert_parallel_size
+    mixed = mix(x, routing, experts, is_used, context.kernels, gated, size)
     return mixed, routing.ids
 
 

@@ -100,6 +100,7 @@ class ModelContext(NamedTuple):
 
     `dtype` is that of weights that are not quantised. `lora_rank` is that of each adapter slot, 0
     without adapters. `returns_routed`: `forward` returns the experts of each token.
+    `expert_parallel_size` is that of `ParallelConfig`.
     """
 
     config: ModelConfig
@@ -108,6 +109,7 @@ class ModelContext(NamedTuple):
     lora_rank: int = 0
     returns_routed: bool = False
     dtype: jnp.dtype = jnp.dtype("float32")
+    expert_parallel_size: int = 1
 
     @property
     def activation_dtype(self) -> jnp.dtype:

@@ -46,7 +46,7 @@ def fit_parallel(
     first = 1
     if not is_auto:
         first = devices.shape[tensor_dim]
-        check_divides(model, first)
+        check_divides(model, first, asked.expert_parallel_size)
     tried: list[str] = []
     tried_last: ParallelConfig | None = None
     for tp_size in range(first, devices.size + 1):
