@@ -370,7 +370,6 @@ class TestModel:
         with pytest.raises(UnsupportedModelError, match="num_kv_shared_layers=8 leaves"):
             self.model("gemma4-e2b-flat-head", num_kv_shared_layers=8)
 
-
     def test_gpt_oss(self):
         model = self.model("gpt-oss-20b-scanned-tied")
         moe, attention = model.moe, model.attention
@@ -405,24 +404,25 @@ class TestModel:
         name = "gpt-oss-20b-flat-head"
         rope = self.model(name).rope
         assert rope.theta == 150_000.0
-        assert rope.yarn == YarnScaling(
+        yarn = YarnScaling(
             factor=4.0,
             beta_fast=32.0,
             beta_slow=1.0,
             original_context_length=16,
             truncate=False,
         )
+        assert rope.yarn == yarn
         assert rope.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
         assert self.model(name, rope_attention_scaling=False).rope.attention_factor == 1.0
         assert self.model(name, rope_factor=1).rope.attention_factor == 1.0
         assert self.model("olmo3-7b-flat-head").rope.yarn == dataclasses.replace(
-            rope.yarn, truncate=True
+            yarn, truncate=True
         )
         # MaxText has a table of so many positions.
         assert self.model(name, max_position_embeddings=40).context_length == 40
         # Any of Llama's kin may have it.
         fields = {key: x for key, x in GOLDENS[name]["config"].items() if key in _YARN_FIELDS}
-        assert self.model("qwen3-0.6b-flat-head", **fields).rope.yarn == rope.yarn
+        assert self.model("qwen3-0.6b-flat-head", **fields).rope.yarn == yarn
 
 
 _YARN_FIELDS = (

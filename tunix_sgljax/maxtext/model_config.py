@@ -240,7 +240,9 @@ def _attention(config: Any, block: str, kv_layers: tuple[int, ...]) -> Attention
     if block.startswith("qwen"):
         return AttentionConfig()
     sliding = sliding_layers(config)
-    is_gemma4, is_capped = block.startswith("gemma4"), block == "llama2" or block.startswith("gemma")
+    is_gemma4 = block.startswith("gemma4")
+    # MaxText gives the cap to no other block's attention.
+    is_capped = block == "llama2" or block.startswith("gemma")
     scale = None if block in _SCALES_QUERIES else 1.0
     return AttentionConfig(
         scale=_gemma3_scale(config) if block == "gemma3" else scale,
