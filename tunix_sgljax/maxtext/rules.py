@@ -37,25 +37,29 @@ def _experts(theirs: str, ours: str, router: str) -> tuple[tuple[str, str], ...]
     return (_kernel(f"{theirs}.gate", router), *stacks)
 
 
-_ATTENTION = (
-    _kernel("self_attention.query", "self_attn.q_proj"),
-    _kernel("self_attention.key", "self_attn.k_proj"),
-    _kernel("self_attention.value", "self_attn.v_proj"),
-    _kernel("self_attention.out", "self_attn.o_proj"),
-)
-_QK_NORMS = (
-    _norm("self_attention.query_norm", "self_attn.q_norm"),
-    _norm("self_attention.key_norm", "self_attn.k_norm"),
-)
-_BIASES = tuple(
-    (f"self_attention.{name}.bias", f"self_attn.{name[0]}_proj.bias")
-    for name in ("query", "key", "value")
-)
-_LLAMA = (
-    *_ATTENTION,
+_PROJECTIONS = ("query", "key", "value", "out")
+
+
+def _attention(theirs: str) -> tuple[tuple[str, str], ...]:
+    return tuple(_kernel(f"{theirs}.{name}", f"self_attn.{name[0]}_proj") for name in _PROJECTIONS)
+
+
+def _biases(theirs: str) -> tuple[tuple[str, str], ...]:
+    return tuple(
+        (f"{theirs}.{name}.bias", f"self_attn.{name[0]}_proj.bias") for name in _PROJECTIONS
+    )
+
+
+def _qk_norms(theirs: str) -> tuple[tuple[str, str], ...]:
+    return tuple(_norm(f"{theirs}.{x}_norm", f"self_attn.{x[0]}_norm") for x in ("query", "key"))
+
+
+_ATTENTION, _QK_NORMS = _attention("self_attention"), _qk_norms("self_attention")
+_LLAMA_NORMS = (
     _norm("pre_self_attention_layer_norm", "input_layernorm"),
     _norm("post_self_attention_layer_norm", "post_attention_layernorm"),
 )
+_LLAMA = (*_ATTENTION, *_LLAMA_NORMS)
 _GEMMA2 = (
     *_ATTENTION,
     *_mlp("mlp"),
@@ -94,19 +98,33 @@ _HYBRID = (
     *((f"attention.{name}", f"linear_attn.{name}") for name in ("A_log", "dt_bias")),
     _kernel(_CONVOLUTION, "linear_attn.conv1d"),
     _norm("attention.norm.rms_norm", "linear_attn.norm"),
-    *(
-        _kernel(f"attention.attention.{name}", f"self_attn.{ours}_proj")
-        for name, ours in (("query", "q"), ("key", "k"), ("value", "v"), ("out", "o"))
-    ),
-    _norm("attention.attention.query_norm", "self_attn.q_norm"),
-    _norm("attention.attention.key_norm", "self_attn.k_norm"),
+    *_attention("attention.attention"),
+    *_qk_norms("attention.attention"),
     *_experts("mlp.routed_experts", "mlp.experts", "mlp.gate"),
     *_mlp("mlp.shared_expert", "mlp.shared_expert"),
     _kernel("mlp.shared_expert_gate", "mlp.shared_expert_gate"),
 )
+_GPT_OSS = (
+    *_attention("GptOssAttention"),
+    *_biases("GptOssAttention"),
+    ("GptOssAttention.sinks", "self_attn.sinks"),
+    *_LLAMA_NORMS,
+    *_experts("GptOssMlp", "mlp.experts", "mlp.router"),
+    *((f"GptOssMlp.{name}_bias", f"mlp.experts.{ours}.bias") for name, ours in _MLP.items()),
+    ("GptOssMlp.gate.bias", "mlp.router.bias"),
+)
+_OLMO3 = (
+    *_attention("attention"),
+    *_biases("attention"),
+    *_qk_norms("attention"),
+    *_mlp("mlp"),
+    _norm("post_self_attention_layer_norm", "post_attention_layernorm"),
+    _norm("post_mlp_layer_norm", "post_feedforward_layernorm"),
+)
 _LAYERS: dict[str, tuple[tuple[str, str], ...]] = {
     "llama2": (*_LLAMA, *_mlp("mlp")),
-    "qwen2": (*_LLAMA, *_mlp("mlp"), *_BIASES),
+    "mixtral": (*_LLAMA, *_experts("MoeBlock_0", "mlp.experts", "mlp.gate")),
+    "qwen2": (*_LLAMA, *_mlp("mlp"), *_biases("self_attention")),
     "qwen3": (*_LLAMA, *_mlp("mlp"), *_QK_NORMS),
     "qwen3_moe": (*_LLAMA, *_QK_NORMS, *_experts("moe_block", "mlp.experts", "mlp.gate")),
     **dict.fromkeys(HYBRIDS, _HYBRID),
@@ -114,6 +132,8 @@ _LAYERS: dict[str, tuple[tuple[str, str], ...]] = {
     "gemma3": (*_GEMMA2, *_QK_NORMS),
     "gemma4": _GEMMA4,
     "gemma4_small": _GEMMA4,
+    "gpt_oss": _GPT_OSS,
+    "olmo3": _OLMO3,
 }
 """(MaxText's name, the engine's name) of the weights of a layer, by decoder block."""
 
