@@ -64,6 +64,7 @@ def _batch_invariant(
     problems = {
         "experts": model.moe is not None,
         "recurrent states": model.linear_attention is not None,
+        "latents": attention.latent is not None,
         "keys that several layers share, or that are values too": bool(attention.kv_layers)
         or attention.full_kv is not None,
         "adapters (max_loras)": bool(config.lora.max_loras),
