@@ -103,7 +103,7 @@ def _are_in_best_groups(scores_TE: jax.Array, groups: Groups) -> jax.Array:
     of_groups = _sum_in_order([best[..., i] for i in range(groups.num_scores)])
     _, ids = lax.top_k(of_groups, groups.num_chosen)
     numbers = jnp.arange(groups.count, dtype=ids.dtype)
-    are_chosen = jnp.any(ids[..., None] == numbers, axis=1)
+    are_chosen = jnp.any(ids[..., None] == numbers[None, None], axis=1)
     return jnp.repeat(are_chosen, of_experts.shape[2], axis=1)
 
 
