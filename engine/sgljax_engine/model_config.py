@@ -230,6 +230,11 @@ class AttentionConfig:
         """Whether a layer's attention has the sliding window."""
         return bool(self.sliding_layers) and self.sliding_layers[layer]
 
+    @property
+    def has_values(self) -> bool:
+        """Whether the cache holds values beside keys; it does not where both are of latents."""
+        return self.latent is None
+
     def rotates(self, layer: int) -> bool:
         """Whether a layer's queries and keys have the rotary embedding."""
         return not self.rope_layers or self.rope_layers[layer]

@@ -73,7 +73,7 @@ class PallasAttention:
         def call(
             q: jax.Array, layer: LayerKV, tables: BlockTables, sinks: jax.Array | None
         ) -> jax.Array:
-            if self.is_fused and fills_gpu(q.shape, layer.k):
+            if self.is_fused and layer.v is not None and fills_gpu(q.shape, layer.k):
                 scores = Scores(*options)
                 return prefill_attention(
                     q, layer.k, layer.v, *tables, scores, sinks, interpret=self.interpret
@@ -131,7 +131,8 @@ class PallasAttention:
     ) -> tuple[jax.Array, LayerKV]:
         """Implements `Attention`."""
         q, k, v, prologue, sinks = new
-        if prologue is not None and self.is_fused and tables.positions.shape[1] == 1:
+        has_values = v is not None and layer.v is not None
+        if has_values and prologue is not None and self.is_fused and tables.positions.shape[1] == 1:
             out, pages = decode_attention(
                 q,
                 k,
@@ -145,7 +146,7 @@ class PallasAttention:
                 interpret=self.interpret,
             )
             return out, LayerKV(*pages)
-        if prologue is not None and self.is_invariant:
+        if has_values and prologue is not None and self.is_invariant:
             into, (rope, norms) = Slots(layer.k, layer.v, slots), _rope_and_norms(prologue)
             q, pages = prepare_heads(q, k, v, rope, norms, into, interpret=self.interpret)
             layer = LayerKV(*pages)

@@ -155,7 +155,10 @@ class _Specs(NamedTuple):
     def experts(self, layer: str, moe: MoEConfig) -> None:
         dim = self.config.hidden_size
         if not moe.is_beside_mlp:
-            self.found.update(mixture_specs(f"{layer}.mlp.", dim, moe, self.traits.router))
+            router, has_bias = self.traits.router, self.config.mlp_bias
+            self.found.update(
+                mixture_specs(f"{layer}.mlp.", dim, moe, router, has_shared_bias=has_bias)
+            )
             return
         self.found.update(mixture_specs(f"{layer}.", dim, moe, "router.proj"))
         for name, size in (("scale", dim), ("per_expert_scale", moe.num_experts)):

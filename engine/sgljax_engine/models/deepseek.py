@@ -69,7 +69,6 @@ def _v2_config(config: hf.HfConfig) -> ModelConfig:
         topk_method=("greedy", "group_limited_greedy"),
         scoring_func="softmax",
         norm_topk_prob=False,
-        mlp_bias=False,
     )
     router = RouterConfig(scale=_scale(config))
     if config["topk_method"] == "group_limited_greedy":
@@ -80,6 +79,7 @@ def _v2_config(config: hf.HfConfig) -> ModelConfig:
 def _v3_config(config: hf.HfConfig) -> ModelConfig:
     config = hf.with_defaults(config, _V3_DEFAULTS)
     hf.warn_without_effect(config, "mlp_bias")
+    config = {**config, "mlp_bias": False}
     hf.check_settings(config, topk_method="noaux_tc", scoring_func="sigmoid")
     router = RouterConfig(
         is_sigmoid=True,
@@ -133,6 +133,7 @@ def _config(
         tied_by_default=False,
         attention=AttentionConfig(scale=_softmax_scale(config, rope, latent), latent=latent),
         attention_bias=hf.flag(config, "attention_bias"),
+        mlp_bias=hf.flag(config, "mlp_bias"),
         moe=_moe(config, router, norm_topk_prob),
     )
 

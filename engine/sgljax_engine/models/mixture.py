@@ -21,9 +21,14 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def mixture_specs(
-    prefix: str, hidden_size: int, moe: MoEConfig, router: str = "gate"
+    prefix: str,
+    hidden_size: int,
+    moe: MoEConfig,
+    router: str = "gate",
+    *,
+    has_shared_bias: bool = False,
 ) -> dict[str, ParamSpec]:
-    """The parameters of a layer's router and experts."""
+    """The parameters of a layer's router and experts; biases are of what all tokens go through."""
     router = f"{prefix}{router}.weight"
     specs = {
         router: ParamSpec((hidden_size, moe.num_experts), ParamKind.LINEAR, (None, None), router)
@@ -40,11 +45,19 @@ def mixture_specs(
     if moe.has_bias:
         specs |= _bias_specs(prefix, router, hidden_size, moe)
     if moe.shared_size:
-        specs |= _shared_specs(f"{prefix}{shared_expert(moe)}", hidden_size, moe)
+        shared = _shared_specs(f"{prefix}{shared_expert(moe)}", hidden_size, moe)
+        specs |= shared
+        if has_shared_bias:
+            specs |= dict(map(_bias_of, shared.values()))
     if moe.router.has_choice_bias:
         name = f"{router.removesuffix('.weight')}.{CHOICE_BIAS}"
         specs[name] = ParamSpec((moe.num_experts,), ParamKind.ROUTER_BIAS, (None,), name)
     return specs
+
+
+def _bias_of(weight: ParamSpec) -> tuple[str, ParamSpec]:
+    name = f"{weight.alias.removesuffix('.weight')}.bias"
+    return name, ParamSpec(weight.shape[1:], ParamKind.BIAS, weight.axes[1:], name)
 
 
 def shared_expert(moe: MoEConfig) -> str:

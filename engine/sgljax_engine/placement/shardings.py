@@ -74,7 +74,7 @@ class Placement(NamedTuple):
                 *shape,
                 heads_per_row,
                 self.num_tensor_shards // self.kv_copies(shape),
-                has_values=model.attention.latent is None,
+                has_values=model.attention.has_values,
             )
             for shape in model.cached_kv
         )
