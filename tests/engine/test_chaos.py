@@ -49,6 +49,7 @@ KINDS = {
     "hybrid": Kind(models.HYBRID),
     "experts": Kind(models.TINY_MOE),
     "sinks": Kind(models.GPT_OSS),
+    "latents": Kind(models.LATENTS),
 }
 
 

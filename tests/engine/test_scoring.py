@@ -11,6 +11,7 @@ from tests.engine.exactness_checks import check_scaled_logprobs
 from tests.engine.interrupts import make_engine
 from tests.engine.models import (
     GPT_OSS,
+    LATENTS,
     MIXED_HEADS,
     SHARED_KEYS,
     TINY,
@@ -137,8 +138,9 @@ class TestSameBits:
             pytest.param(MIXED_HEADS, "bfloat16", marks=pytest.mark.soak),
             pytest.param(SHARED_KEYS, "bfloat16", marks=pytest.mark.soak),
             pytest.param(GPT_OSS, "float32", marks=pytest.mark.soak),
+            pytest.param(LATENTS, "bfloat16", marks=pytest.mark.soak),
         ],
-        ids=["float32", "bfloat16", "mixed heads", "shared keys", "sinks"],
+        ids=["float32", "bfloat16", "mixed heads", "shared keys", "sinks", "latents"],
     )
     def test_as_decoding(self, model, dtype):
         prompts = [ids for ids in random_prompts(8, 1, 90) for _ in range(4)]
