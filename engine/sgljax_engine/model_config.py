@@ -335,7 +335,9 @@ class MoEConfig:
         )
         size = self.num_experts // num_groups
         num_scores, num_seen = self.router.num_group_scores, size * self.router.num_chosen_groups
-        require(num_scores <= size, "num_group_scores", num_scores, f"at most those of a group: {size}")
+        require(
+            num_scores <= size, "num_group_scores", num_scores, f"at most those of a group: {size}"
+        )
         limit = f"at most the experts of num_chosen_groups: {num_seen}"
         given = self.num_experts_per_token
         require(given <= num_seen, "num_experts_per_token", given, limit)

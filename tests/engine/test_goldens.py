@@ -44,8 +44,8 @@ PORTABLE = (
     *("gpt_oss_window", "deepseek_v2_groups", "deepseek_v3_groups"),
     *("qwen3_5_equal_heads", "qwen3_next_tied"),
 )
-"""One for each mechanism of XLA's code: biases, windows, caps, keys, experts, norms, sinks, latents,
-and states."""
+"""One for each mechanism of XLA's code: biases, windows, caps, keys, experts, norms, sinks, states,
+latents."""
 
 
 @pytest.fixture(scope="module", params=tiered(PLAIN, FAST, SLOW))

@@ -110,7 +110,11 @@ def test_files_have_keys_and_values_in_one_projection():
 def test_a_token_takes_one_latent_and_all_projections_take_lora():
     latent = LATENTS.attention.latent
     assert latent is not None
-    rng, weights, prompts = np.random.default_rng(0), spread_weights(LATENTS), random_prompts(3, 5, 30)
+    rng, weights, prompts = (
+        np.random.default_rng(0),
+        spread_weights(LATENTS),
+        random_prompts(3, 5, 30),
+    )
     num_out, num_in = weights[KV_UP].shape
     pair = {
         "a": rng.normal(0, 0.5, (num_in, 4)).astype(np.float32),
@@ -122,7 +126,7 @@ def test_a_token_takes_one_latent_and_all_projections_take_lora():
     options = {**SMALL, "max_loras": 1, "max_lora_rank": 4}
     with Engine(model_config=LATENTS, weights=weights, **options) as engine:
         memory = engine.get_internal_state().memory
-        assert memory.kv_bytes == memory.num_pages * 4 * 4 * LATENTS.num_layers * latent.page_dim
+        assert memory.kv_bytes // memory.kv_tokens == 4 * LATENTS.num_layers * latent.page_dim
         plain = engine.generate_requests(prompts, GREEDY)
         with pytest.raises(WeightSyncError, match=r"k_b_proj.weight', which has no adapter slots"):
             engine.load_adapter("one", pair, rules)

@@ -305,9 +305,7 @@ def _gemma4_layer(text: Config, layer: int) -> Shapes:
 
 def _deepseek_layer(text: Config, layer: int) -> Shapes:
     hidden, heads, rank = text["hidden_size"], text["num_attention_heads"], text["kv_lora_rank"]
-    nope, rope, value = (
-        text[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v")
-    )
+    nope, rope, value = (text[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v"))
     query = text["q_lora_rank"]
     found = _norms(text, "input_layernorm", "post_attention_layernorm") | {
         "self_attn.kv_a_proj_with_mqa.weight": (rank + rope, hidden),

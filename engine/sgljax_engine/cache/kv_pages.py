@@ -1,11 +1,11 @@
 """The device arrays of the paged KV cache.
 
 Each layer with its own keys has one K and one V array of shape [num_pages, num_kv_heads, page_size,
-head_dim], whose heads may differ from layer to layer; of latents, K alone. Slot `page * page_size + offset` holds one
-token. Heads come before tokens, so that attention contracts a page without transposing it. An
-attention backend may ask for several heads in one row (`PageLayout`); then only it reads and writes
-the pages. Every program that writes the arrays takes them donated and returns them, so the pool
-exists once.
+head_dim], whose heads may differ from layer to layer; of latents, which are keys and values in one,
+K alone. Slot `page * page_size + offset` holds one token. Heads come before tokens, so that
+attention contracts a page without transposing it. An attention backend may ask for several heads in
+one row (`PageLayout`); then only it reads and writes the pages. Every program that writes the
+arrays takes them donated and returns them, so the pool exists once.
 """
 
 from __future__ import annotations
@@ -105,9 +105,7 @@ def allocate_kv_pages(
 
 def kv_bytes_per_token(layouts: Iterable[PageLayout], dtype: jnp.dtype) -> int:
     """Bytes of K and V that one token takes in all layers, counting each head once."""
-    numbers = sum(
-        (1 + layout.has_values) * layout.num_rows * layout.row_size for layout in layouts
-    )
+    numbers = sum((1 + layout.has_values) * layout.num_rows * layout.row_size for layout in layouts)
     return numbers * np.dtype(dtype).itemsize
 
 
@@ -123,9 +121,7 @@ def write_kv(layer: LayerKV, k: jax.Array, v: jax.Array | None, slots: jax.Array
     def write(kept: jax.Array, new: jax.Array) -> jax.Array:
         return kept.at[pages, :, offsets].set(new.astype(kept.dtype), mode="drop")
 
-    return LayerKV(
-        write(layer.k, k), None if layer.v is None or v is None else write(layer.v, v)
-    )
+    return LayerKV(write(layer.k, k), None if layer.v is None or v is None else write(layer.v, v))
 
 
 def routed_width(num_ids: int) -> int:

@@ -41,9 +41,7 @@ class HeadsHook(NamedTuple):
         return values.swapaxes(1, 2) if self.is_values else keys
 
 
-def latent_specs(
-    prefix: str, config: ModelConfig, latent: LatentConfig
-) -> dict[str, ParamSpec]:
+def latent_specs(prefix: str, config: ModelConfig, latent: LatentConfig) -> dict[str, ParamSpec]:
     """The parameters of a layer's attention; latents are not sharded, heads are."""
     dim, num_heads, rank = config.hidden_size, config.num_heads, latent.rank
     specs: dict[str, ParamSpec] = {}

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from sgljax_engine.model_config import LatentConfig, ModelConfig
-from sgljax_engine.models.latent import HeadsHook, K_UP, KV_UP, V_UP
+from sgljax_engine.models.latent import K_UP, KV_UP, V_UP, HeadsHook
 from sgljax_engine.models.registry import MODELS, get_model
 from sgljax_engine.models.spec import ParamKind
 from sgljax_engine.weights import mxfp4

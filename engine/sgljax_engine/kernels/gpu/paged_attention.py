@@ -37,6 +37,7 @@ def head_parts(head_dim: int) -> tuple[int, ...]:
     """
     return tuple(1 << bit for bit in reversed(range(head_dim.bit_length())) if head_dim >> bit & 1)
 
+
 MASKED = -1e30
 _MIN_ROWS = 16
 _MIN_KEYS, _MAX_KEYS = 16, 128
@@ -166,11 +167,11 @@ def _attend_to_split(
 ) -> None:
     """The kernel: a tile of rows of one block and kv head over one split of the context.
 
-    Refs are whole arrays in global memory: q [N, Q, num_heads, head_dim]; k and v
-    [num_pages, num_kv_heads, page_size, head_dim], v if keys are not values too; the tables as of
-    `paged_attention`; sinks, if there are some; and, written here, out [splits, N, Q, num_heads, head_dim] and lse
-    [splits, N, Q, num_heads], the log2 of the sum of powers of two of the scores. Scores are in
-    units of log2.
+    Refs are whole arrays in global memory: q [N, Q, num_heads, head_dim]; k and, if keys are not
+    values too, v [num_pages, num_kv_heads, page_size, head_dim]; the tables as of
+    `paged_attention`; sinks, if there are some; and, written here, out
+    [splits, N, Q, num_heads, head_dim] and lse [splits, N, Q, num_heads], the log2 of the sum of
+    powers of two of the scores. Scores are in units of log2.
     """
     v_ref, *others = others if has_values else (None, *others)
     page_table_ref, positions_ref, kv_lens_ref, *sinks, out_ref, lse_ref = others
