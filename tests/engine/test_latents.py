@@ -81,7 +81,7 @@ def test_experts_of_the_best_groups():
         4,
         is_normalized=True,
         is_sigmoid=True,
-        groups=Groups(count=4, num_chosen=2, num_scores=2),
+        groups=Groups(num_groups=4, num_chosen=2, num_scores=2),
         choice_bias=jnp.asarray(bias, jnp.float32),
         scale=2.5,
     )

@@ -131,8 +131,10 @@ class PallasAttention:
     ) -> tuple[jax.Array, LayerKV]:
         """Implements `Attention`."""
         q, k, v, prologue, sinks = new
-        has_values = v is not None and layer.v is not None
-        if has_values and prologue is not None and self.is_fused and tables.positions.shape[1] == 1:
+        if v is None or layer.v is None:
+            layer = write_kv(layer, k, None, slots)
+            return attend_to_tokens(self, q, layer, tables, options, sinks), layer
+        if prologue is not None and self.is_fused and tables.positions.shape[1] == 1:
             out, pages = decode_attention(
                 q,
                 k,
@@ -146,7 +148,7 @@ class PallasAttention:
                 interpret=self.interpret,
             )
             return out, LayerKV(*pages)
-        if has_values and prologue is not None and self.is_invariant:
+        if prologue is not None and self.is_invariant:
             into, (rope, norms) = Slots(layer.k, layer.v, slots), _rope_and_norms(prologue)
             q, pages = prepare_heads(q, k, v, rope, norms, into, interpret=self.interpret)
             layer = LayerKV(*pages)

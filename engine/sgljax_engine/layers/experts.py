@@ -47,7 +47,7 @@ class Groups(NamedTuple):
     A group's score is the sum of its `num_scores` highest ones.
     """
 
-    count: int
+    num_groups: int
     num_chosen: int
     num_scores: int
 
@@ -98,11 +98,11 @@ def route(
 
 def _are_in_best_groups(scores_TE: jax.Array, groups: Groups) -> jax.Array:
     """Whether each expert [T, E] is in one of the groups that its token chooses."""
-    of_experts = scores_TE.reshape(scores_TE.shape[0], groups.count, -1)
+    of_experts = scores_TE.reshape(scores_TE.shape[0], groups.num_groups, -1)
     best, _ = lax.top_k(of_experts, groups.num_scores)
     of_groups = _sum_in_order([best[..., i] for i in range(groups.num_scores)])
     _, ids = lax.top_k(of_groups, groups.num_chosen)
-    numbers = jnp.arange(groups.count, dtype=ids.dtype)
+    numbers = jnp.arange(groups.num_groups, dtype=ids.dtype)
     are_chosen = jnp.any(ids[..., None] == numbers[None, None], axis=1)
     return jnp.repeat(are_chosen, of_experts.shape[2], axis=1)
 

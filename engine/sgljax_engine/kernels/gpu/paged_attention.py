@@ -173,8 +173,8 @@ def _attend_to_split(
     [splits, N, Q, num_heads, head_dim] and lse [splits, N, Q, num_heads], the log2 of the sum of
     powers of two of the scores. Scores are in units of log2.
     """
-    v_ref, *others = others if has_values else (None, *others)
-    page_table_ref, positions_ref, kv_lens_ref, *sinks, out_ref, lse_ref = others
+    v_ref, *rest = others if has_values else (None, *others)
+    page_table_ref, positions_ref, kv_lens_ref, *sinks, out_ref, lse_ref = rest
     block, split = pl.program_id(0), pl.program_id(2)
     kv_head = lax.div(pl.program_id(1), tiling.row_tiles)
     tile = lax.rem(pl.program_id(1), tiling.row_tiles)
