@@ -6,6 +6,7 @@ A token has the same bits in decode, where each block has one query, and in pref
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,7 @@ def paged_attention(
         q: [N * Q, num_heads, head_dim] float32, blocks one after another.
         k_pages: [num_pages, num_kv_heads, page_size, head_dim] of the shape's dtype, the blocks'
             own keys included.
-        v_pages: Likewise.
+        v_pages: Likewise; the same array where keys are values too.
         page_table: [N, P] int32.
         positions: [N, Q] int32.
         kv_lens: [N] int32, keys that exist; 0 for unused blocks.
@@ -58,7 +59,7 @@ def paged_attention(
         [N * Q, num_heads, head_dim] float32, 0 for unused blocks.
     """
     assert q.dtype == jnp.float32, q.dtype
-    per_tile = min(max(_QUERY_ROWS // shape.group, 1), positions.shape[1])
+    per_tile = min(max(_QUERY_ROWS // shape.tile_heads, 1), positions.shape[1])
     arrays = [q, k_pages, v_pages, page_table, positions, kv_lens]
     arrays += [] if sinks is None else [sinks]
     operation = _attention(shape, per_tile, sinks is not None)
@@ -66,52 +67,50 @@ def paged_attention(
 
 
 def write_kv(
-    k: jax.Array, v: jax.Array, k_pages: jax.Array, v_pages: jax.Array, slots: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Writes tokens' keys and values to slots of pages, in place, inside a program.
+    new: Sequence[jax.Array], pages: Sequence[jax.Array], slots: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Writes tokens' keys and values, or keys alone, to slots of pages; in place, in a program.
 
     Args:
-        k: [T, num_kv_heads, head_dim] float32.
-        v: Likewise.
-        k_pages: As for `paged_attention`.
-        v_pages: Likewise.
+        new: Keys [T, num_kv_heads, head_dim] float32, and values.
+        pages: As for `paged_attention`, of each.
         slots: [T] int32, page * page_size + offset; those beyond the pool are dropped.
 
     Returns:
         The pages.
     """
-    assert k.dtype == v.dtype == jnp.float32, k.dtype
-    pages = jax.ShapeDtypeStruct(k_pages.shape, k_pages.dtype)
-    operation = _write_operation(k_pages.dtype.name)
-    new_k, new_v = run(operation, [k, v, k_pages, v_pages, slots], [pages, pages])
-    return new_k, new_v
+    assert all(x.dtype == jnp.float32 for x in new), new
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pages]
+    operation = _write_operation(pages[0].dtype.name, len(pages))
+    return tuple(run(operation, [*new, *pages, slots], shapes))
 
 
 # ---------------------------------------------------------------------- writing
 
 
 @functools.cache
-def _write_operation(dtype: str) -> Operation:
-    write = functools.partial(_write_tokens, dtype=dtype)
-    return Operation("write_kv", write, _plan_write, in_place=((2, 0), (3, 1)))
+def _write_operation(dtype: str, count: int) -> Operation:
+    write = functools.partial(_write_tokens, dtype=dtype, count=count)
+    in_place = tuple((count + i, i) for i in range(count))
+    return Operation("write_kv", write, _plan_write, in_place=in_place)
 
 
 def _plan_write(arguments: Shapes, results: Shapes, threads: int) -> Plan:
-    del results, threads
+    del threads
     num_tokens, num_heads, head_dim = arguments[0].shape
-    num_pages, _, page_size, _ = arguments[2].shape
+    num_pages, _, page_size, _ = results[0].shape
     sizes = (num_tokens, num_heads, head_dim, page_size, num_pages * page_size)
     return Plan(-(-num_tokens // _WRITE_CHUNK), sizes)
 
 
-def _write_tokens(module: Module, vectors: Vectors, *, dtype: str) -> Value:
+def _write_tokens(module: Module, vectors: Vectors, *, dtype: str, count: int) -> Value:
     """Writes f(values, chunk): some tokens."""
     lanes = vectors.lanes
     with Code(module, "tokens", VOID, [PTR, I64]) as code:
         values, chunk = code.arguments
-        arrays = read_values(code, values, 7, 5)
-        k, v, k_pages, v_pages, slots = arrays[:5]
-        num_tokens, num_heads, head_dim, page_size, num_slots = arrays[7:]
+        arrays = read_values(code, values, 3 * count + 1, 5)
+        pairs, slots = list(zip(arrays[:count], arrays[count:], strict=False)), arrays[2 * count]
+        num_tokens, num_heads, head_dim, page_size, num_slots = arrays[3 * count + 1 :]
         first = code.mul(chunk, _WRITE_CHUNK)
         with code.loop(first, code.min(code.add(first, _WRITE_CHUNK), num_tokens)) as token:
             slot = code.load_int(slots, token)
@@ -121,7 +120,7 @@ def _write_tokens(module: Module, vectors: Vectors, *, dtype: str) -> Value:
                 page = code.mul(code.div(slot, page_size), num_heads)
                 row = code.mul(code.add(page, head), page_size)
                 target = code.mul(code.add(row, code.rem(slot, page_size)), head_dim)
-                for new, kept in ((k, k_pages), (v, v_pages)):
+                for new, kept in pairs:
                     with code.loop(0, head_dim, lanes) as channel:
                         place = code.at(new, code.add(source, channel))
                         found = code.load(place, vector(lanes), 4)
@@ -150,34 +149,34 @@ def _plan(
     num_blocks, num_queries = positions.shape
     tiles = -(-num_queries // per_tile)
     total = num_blocks * tiles
-    size = total * shape.num_kv_heads // (threads * _CHUNKS_PER_THREAD)
+    size = total * shape.num_parts // (threads * _CHUNKS_PER_THREAD)
     size = max(min(size, _MAX_TILES), 1) if tiles == 1 else 1
-    count = -(-total // size) * shape.num_kv_heads
+    count = -(-total // size) * shape.num_parts
     return Plan(count, (total, page_table.shape[1], num_queries, tiles, size))
 
 
 def _write_chunk(
     module: Module, vectors: Vectors, *, shape: AttentionShape, per_tile: int, has_sinks: bool
 ) -> Value:
-    """Writes f(values, chunk): some tiles of one kv head."""
+    """Writes f(values, chunk): some tiles of one part of the heads."""
     one_tile = _write_tile(module, vectors.lanes, shape, per_tile, has_sinks)
     with Code(module, "tiles", VOID, [PTR, I64]) as code:
         values, chunk = code.arguments
         *_, total, _, _, _, size = read_values(code, values, 7 + has_sinks, 5)
         # Neighbouring rows, which may share keys, come one after another.
         per_head = code.ceil_div(total, size)
-        head, first = code.div(chunk, per_head), code.mul(code.rem(chunk, per_head), size)
+        part, first = code.div(chunk, per_head), code.mul(code.rem(chunk, per_head), size)
         with code.loop(first, code.min(code.add(first, size), total)) as tile:
-            code.call(one_tile, VOID, [values, tile, head])
+            code.call(one_tile, VOID, [values, tile, part])
     return code.function
 
 
 def _write_tile(
     module: Module, lanes: int, shape: AttentionShape, per_tile: int, has_sinks: bool
 ) -> Value:
-    """Writes f(values, tile, kv_head): some queries of a block, and their heads of a kv head."""
+    """Writes f(values, tile, part): some queries of a block, and a part of their heads."""
     with Code(module, "tile", VOID, [PTR, I64, I64]) as code:
-        values, tile, head = code.arguments
+        values, tile, part = code.arguments
         q, k_pages, v_pages, table, positions, kv_lens, *others = read_values(
             code, values, 7 + has_sinks, 5
         )
@@ -186,12 +185,12 @@ def _write_tile(
         _, width, num_queries, tiles, _ = sizes
         block, begin = code.div(tile, tiles), code.mul(code.rem(tile, tiles), per_tile)
         num_keys = code.load_int(kv_lens, block)
-        channels = shape.group * shape.head_dim
+        channels = shape.tile_heads * shape.head_dim
         tokens, places = [], []  # past the block's end its last token repeats
         for i in range(per_tile):
             query = code.min(code.add(begin, i), code.sub(num_queries, 1))
             tokens.append(code.add(code.mul(block, num_queries), query))
-            row = code.add(code.mul(tokens[i], shape.num_kv_heads), head)
+            row = code.add(code.mul(tokens[i], shape.num_parts), part)
             places.append(code.mul(row, channels))
         with code.when(code.less(num_keys, 1)):
             for place in places:
@@ -203,14 +202,16 @@ def _write_tile(
             target = code.at(queries, i * channels)
             _copy(code, code.at(q, place), target, channels, lanes, shape.scale)
             ends.append(code.min(code.add(code.load_int(positions, token), 1), num_keys))
+        tiles_of_head = shape.group // shape.tile_heads
+        head = part if tiles_of_head == 1 else code.div(part, tiles_of_head)
         pages = Pages(code, shape, code.at(table, code.mul(block, width), I32), head, num_keys)
         last, first = functools.reduce(code.max, ends), functools.reduce(code.min, ends)
-        of_rows = [end for end in ends for _ in range(shape.group)]
-        own = code.mul(head, shape.group)
+        of_rows = [end for end in ends for _ in range(shape.tile_heads)]
+        own = code.mul(part, shape.tile_heads)
         of_heads = [
             code.load(code.at(each, code.add(own, i)), F32)
             for each in sinks
-            for i in range(shape.group)
+            for i in range(shape.tile_heads)
         ]
         tile_queries = Queries(queries, of_rows, last, first, of_heads * per_tile)
         found = Attention(code, lanes, pages, k_pages, v_pages, tile_queries).write()

@@ -36,6 +36,9 @@ _SUMS = 16
 _UNROLLED = 128
 """Channels times queries up to which the loop over the keys of a vector is unrolled."""
 
+_TILE_HEADS = 16
+"""Query heads of a kv head that are in a tile together; more are divided, as latents have."""
+
 _MASKED = -1e30
 
 _LINE = 16
@@ -74,6 +77,18 @@ class AttentionShape(NamedTuple):
     def group(self) -> int:
         """Query heads of a kv head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def tile_heads(self) -> int:
+        """Query heads of a tile: those of a kv head, or an equal part of them."""
+        if self.group <= _TILE_HEADS:
+            return self.group
+        return next(n for n in range(_TILE_HEADS, 0, -1) if self.group % n == 0)
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of the query heads, each of a tile's."""
+        return self.num_heads // self.tile_heads
 
 
 class Pages(NamedTuple):

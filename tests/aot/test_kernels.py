@@ -42,6 +42,15 @@ if kernel == "decode":
         )
 
     args = (heads, (angles, angles), norms, (pages, pages), (table, kv_lens), sinks)
+elif kernel.startswith("latents"):
+    num_queries = 1 if kernel == "latents, decode" else 16
+    pages = shape(1024, 1, 16, head_dim, dtype=dtype)
+
+    def run(q, k, *tables):
+        return paged_attention.paged_attention(q, k, None, *tables, scores)
+
+    q = shape(64, num_queries, 16, head_dim, dtype=dtype)
+    args = (q, pages, table, shape(64, num_queries), kv_lens)
 else:
     q = shape(64, 16, num_heads, head_dim, dtype=dtype)
 
@@ -70,6 +79,8 @@ assert text.count("__gpu$xla.gpu.triton") == 1, text
         ("paged", 512, "bfloat16"),
         ("decode", 512, "bfloat16"),
         ("decode", 512, "float32"),
+        ("latents", 576, "bfloat16"),
+        ("latents, decode", 576, "bfloat16"),
     ],
 )
 def test_attention_spills_no_registers(kernel, head_dim, dtype):

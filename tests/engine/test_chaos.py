@@ -56,6 +56,7 @@ KINDS = {
         ("update", "pause", "sleep", "adapter", "flush"),
         ("one",),
     ),
+    "latents": Kind(models.LATENTS),
 }
 
 

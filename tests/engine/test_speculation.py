@@ -28,6 +28,7 @@ from tests.engine import test_adapters, test_window_pages
 from tests.engine.determinism_cases import using
 from tests.engine.models import (
     GPT_OSS,
+    LATENTS,
     NEW_FAMILIES,
     SHARED_KEYS,
     TINY,
@@ -103,11 +104,16 @@ native = pytest.mark.skipif(
         (TINY_MOE, {"enable_return_routed_experts": True}),
         (GPT_OSS, {}),
         *((model, {}) for model in NEW_FAMILIES.values()),
+        (LATENTS, {"enable_return_routed_experts": True}),
         (test_window_pages.MODEL, {}),
         (TINY, {"quantization": "int8", "disable_radix_cache": True}),
         (TINY, {"dtype": "bfloat16"}),
     ],
-    ids=["shared keys", "experts", "sinks", *NEW_FAMILIES, "windows", "int8", "bfloat16"],
+    ids=[
+        *("shared keys", "experts", "sinks"),
+        *NEW_FAMILIES,
+        *("latents", "windows", "int8", "bfloat16"),
+    ],
 )
 def test_models(model, options):
     long = dataclasses.replace(PARAMS[2], max_new_tokens=90, seed=9)

@@ -29,14 +29,29 @@ _SIGMOID_FACTOR = 1.702
 """Makes x * sigmoid(factor * x) close to GELU (Hendrycks and Gimpel, 2016)."""
 
 
+_TINY = 1e-20
+"""Is added to a sum of sigmoids, which may be 0."""
+
+
 class Routing(NamedTuple):
-    """The experts of each token, in descending order of their probabilities.
+    """The experts of each token, in descending order of the scores that they are chosen by.
 
     Shape: weights: [T, k] float32, factors of the experts' outputs. ids: [T, k] int32.
     """
 
     weights: jax.Array
     ids: jax.Array
+
+
+class Groups(NamedTuple):
+    """Equal groups of experts, of which each token takes `num_chosen`.
+
+    A group's score is the sum of its `num_scores` highest ones.
+    """
+
+    num_groups: int
+    num_chosen: int
+    num_scores: int
 
 
 class Experts(NamedTuple):
@@ -54,16 +69,44 @@ class Experts(NamedTuple):
     down_bias: jax.Array | None = None
 
 
-def route(logits_TE: jax.Array, num_chosen: int, *, is_normalized: bool) -> Routing:
+def route(
+    logits_TE: jax.Array,
+    num_chosen: int,
+    *,
+    is_normalized: bool,
+    is_sigmoid: bool = False,
+    groups: Groups | None = None,
+    choice_bias: jax.Array | None = None,
+    scale: float = 1.0,
+) -> Routing:
     """Chooses the most probable experts of each token; of equal ones, those of lower index.
 
-    Normalised ones have their probabilities divided by their sum.
+    Normalised ones have their probabilities divided by their sum. With groups, experts are of the
+    best ones (DeepSeek-V2, 2024). Probabilities may be sigmoids, and a bias [E] float32 be added to
+    them for the choice alone (DeepSeek-V3, 2024).
     """
-    probabilities = jax.nn.softmax(logits_TE, axis=-1)
-    weights, ids = lax.top_k(probabilities, num_chosen)
+    scores = jax.nn.sigmoid(logits_TE) if is_sigmoid else jax.nn.softmax(logits_TE, axis=-1)
+    of_choice = scores if choice_bias is None else scores + choice_bias[None]
+    if groups is not None:
+        of_choice = jnp.where(_are_in_best_groups(of_choice, groups), of_choice, -jnp.inf)
+    weights, ids = lax.top_k(of_choice, num_chosen)
+    if choice_bias is not None:
+        weights = jnp.take_along_axis(scores, ids, axis=1)
     if is_normalized:
-        weights = weights / _sum_in_order([weights[:, i : i + 1] for i in range(num_chosen)])
-    return Routing(weights, ids)
+        total = _sum_in_order([weights[:, i : i + 1] for i in range(num_chosen)])
+        weights = weights / (total + _TINY if is_sigmoid else total)
+    return Routing(weights if scale == 1.0 else weights * scale, ids)
+
+
+def _are_in_best_groups(scores_TE: jax.Array, groups: Groups) -> jax.Array:
+    """Whether each expert [T, E] is in one of the groups that its token chooses."""
+    of_experts = scores_TE.reshape(scores_TE.shape[0], groups.num_groups, -1)
+    best, _ = lax.top_k(of_experts, groups.num_scores)
+    of_groups = _sum_in_order([best[..., i] for i in range(groups.num_scores)])
+    _, ids = lax.top_k(of_groups, groups.num_chosen)
+    numbers = jnp.arange(groups.num_groups, dtype=ids.dtype)
+    are_chosen = jnp.any(ids[..., None] == numbers[None, None], axis=1)
+    return jnp.repeat(are_chosen, of_experts.shape[2], axis=1)
 
 
 def mix(

@@ -33,7 +33,10 @@ from sgljax_engine.weights.specs import TargetSpec
 TENSOR_AXES = ("tp", "tp_copies", "tp_more_copies", "tp_most_copies")
 """The tensor axis, and the further parts of a split one."""
 
-_FLOAT32 = (ParamKind.NORM, ParamKind.OFFSET_NORM, ParamKind.RECURRENT)
+_FLOAT32 = (
+    *(ParamKind.NORM, ParamKind.OFFSET_NORM),
+    *(ParamKind.RECURRENT, ParamKind.ROUTER_BIAS),
+)
 """Kinds of parameters that are always float32.
 
 Trainers also compute norms in float32, with weights that may be float32. Rounding these to bfloat16
@@ -69,7 +72,12 @@ class Placement(NamedTuple):
     def page_layouts(self, model: ModelConfig, heads_per_row: int) -> tuple[PageLayout, ...]:
         """Layout of a token's heads in a page, for each of the model's cached layers."""
         return tuple(
-            PageLayout(*shape, heads_per_row, self.num_tensor_shards // self.kv_copies(shape))
+            PageLayout(
+                *shape,
+                heads_per_row,
+                self.num_tensor_shards // self.kv_copies(shape),
+                has_values=model.attention.has_values,
+            )
             for shape in model.cached_kv
         )
 

@@ -125,10 +125,11 @@ def check_divides(model: ModelConfig, tp_size: int, expert_parallel_size: int = 
             f"moe.shared_size must be a multiple of the size of the tensor axis ({tp_size}), got "
             f"{moe.shared_size}"
         )
+    has_mlps = moe is not None and (moe.is_beside_mlp or moe.num_dense_layers > 0)
     for name in (
         "num_heads",
         "vocab_size",
-        *(() if moe and not moe.is_beside_mlp else ("intermediate_size",)),
+        *(("intermediate_size",) if moe is None or has_mlps else ()),
     ):
         size = getattr(model, name)
         if size % tp_size:
