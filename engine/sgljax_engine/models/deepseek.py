@@ -46,6 +46,7 @@ _V2_DEFAULTS: dict[str, Any] = {
 }
 _V3_DEFAULTS: dict[str, Any] = {
     **_DEFAULTS,
+    "num_key_value_heads": 128,
     "max_position_embeddings": 4096,
     "first_k_dense_replace": 3,
     "n_routed_experts": 256,
@@ -71,7 +72,7 @@ def _v2_config(config: hf.HfConfig) -> ModelConfig:
         norm_topk_prob=False,
     )
     router = RouterConfig(scale=_scale(config))
-    if config["topk_method"] == "group_limited_greedy":
+    if hf.require(config, "topk_method") == "group_limited_greedy":
         router = dataclasses.replace(router, **_groups(config))
     return _config(config, router, norm_topk_prob=False, is_interleaved=True)
 
@@ -80,7 +81,12 @@ def _v3_config(config: hf.HfConfig) -> ModelConfig:
     config = hf.with_defaults(config, _V3_DEFAULTS)
     hf.warn_without_effect(config, "mlp_bias")
     config = {**config, "mlp_bias": False}
-    hf.check_settings(config, topk_method="noaux_tc", scoring_func="sigmoid")
+    hf.check_settings(
+        config,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        head_dim=config["qk_rope_head_dim"],
+    )
     router = RouterConfig(
         is_sigmoid=True,
         has_choice_bias=True,
