@@ -359,7 +359,8 @@ def test_settings_of_deepseek():
         ("deepseek_v3", {"n_group": 8}, InvalidConfigError, "num_group_scores must be at most"),
         ("deepseek_v3", {"topk_group": 1}, InvalidConfigError, "num_experts_per_token must be at"),
         ("deepseek_v3", {"topk_group": 5}, InvalidConfigError, "num_chosen_groups must be at most"),
-        ("deepseek_v3", {"qk_rope_head_dim": 7}, InvalidConfigError, "rope_dim must be even"),
+        ("deepseek_v2", {"qk_rope_head_dim": 7}, InvalidConfigError, "rope_dim must be even"),
+        ("deepseek_v3", {"head_dim": 20}, UnsupportedModelError, "head_dim=20 .* only 8"),
         ("deepseek_v3", {"kv_lora_rank": 0}, InvalidConfigError, "rank must be an integer"),
     ],
 )

@@ -24,7 +24,7 @@ from sgljax_engine.models.decoder_params import DecoderTraits
 from sgljax_engine.models.hf_rope import read_rope, yarn_scale
 
 _LATENT_EPS = 1e-6
-"""Of the norms of latents, whatever `rms_norm_eps` is."""
+"""Epsilon of the norms of latents, whatever `rms_norm_eps` is."""
 
 _DEFAULTS: dict[str, Any] = {
     "kv_lora_rank": 512,
