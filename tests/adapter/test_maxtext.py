@@ -234,6 +234,20 @@ def test_mixtrals_experts():
         np.testing.assert_array_equal(made[f"model.layers.2.mlp.{ours}"], their)
 
 
+@pytest.mark.parametrize("layer", [0, 2])
+def test_latents(layer):
+    """Of the dense layer and of the second one with experts, which MaxText stacks apart."""
+    name = "deepseek2-16b-scanned-tied"
+    source, made = synced(name)
+    stack, index = [("dense_layers", 0), ("moe_layers", 0), ("moe_layers", 1)][layer]
+    up = source[f"base.decoder.{stack}.self_attention.wkv_b.kernel"][:, index]
+    ours, nope_dim = f"model.layers.{layer}.self_attn", 12
+    for head in range(4):
+        keys, values = up[:, head, :nope_dim], up[:, head, nope_dim:]
+        np.testing.assert_array_equal(made[f"{ours}.k_b_proj.weight"][head], keys.T)
+        np.testing.assert_array_equal(made[f"{ours}.v_b_proj.weight"][head], values)
+
+
 @pytest.mark.slow
 def test_layers_may_be_stacked_first():
     name = "gemma4-31b-scanned-tied"
@@ -390,6 +404,24 @@ class TestModel:
             num_experts=8, num_experts_per_token=2, intermediate_size=32, norm_topk_prob=True
         )
 
+    def test_deepseek2(self):
+        name = "deepseek2-16b-flat-head"
+        model = self.model(name)
+        moe, latent = model.moe, model.attention.latent
+        assert moe is not None
+        assert latent is not None
+        assert (moe.num_dense_layers, moe.norm_topk_prob, moe.has_shared_gate) == (1, False, False)
+        assert (moe.intermediate_size, moe.shared_size, model.intermediate_size) == (32, 64, 96)
+        assert (latent.rank, latent.nope_dim, latent.rope_dim, latent.value_dim) == (24, 12, 8, 16)
+        assert (model.num_kv_heads, model.head_dim) == (1, 32)
+        longer = 20**-0.5 * (0.1 * 0.707 * math.log(4) + 1) ** 2
+        assert model.attention.scale == pytest.approx(longer)
+        assert model.rope.attention_factor == 1.0
+        scaled = self.model(name, routed_scaling_factor=2.5, max_position_embeddings=16)
+        assert scaled.moe is not None
+        assert scaled.moe.router.scale == 2.5
+        assert scaled.attention.scale == pytest.approx(20**-0.5)
+
     def test_olmo3(self):
         """YaRN is in all layers, unlike in transformers."""
         model = self.model("olmo3-7b-scanned-tied")
@@ -438,7 +470,15 @@ _YARN_FIELDS = (
 )
 
 REFUSED = [
-    ("qwen3-0.6b-flat-head", "decoder_block", "deepseek"),
+    ("qwen3-0.6b-flat-head", "decoder_block", "deepseek4"),
+    ("deepseek2-16b-flat-head", "model_name", "deepseek3-671b"),
+    ("deepseek2-16b-flat-head", "attention_type", "global"),
+    ("deepseek2-16b-flat-head", "q_lora_rank", 16),
+    ("deepseek2-16b-flat-head", "use_indexer", True),
+    ("deepseek2-16b-flat-head", "rope_type", "default"),
+    ("deepseek2-16b-flat-head", "rope_interleave", False),
+    ("deepseek2-16b-flat-head", "routed_score_func", "sigmoid"),
+    ("deepseek2-16b-flat-head", "first_num_dense_layers", 3),
     ("qwen3-0.6b-flat-head", "attention_sink", True),
     ("qwen3-0.6b-flat-head", "attention_type", "mla"),
     ("qwen3-0.6b-flat-head", "fused_qkv", True),

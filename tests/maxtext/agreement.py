@@ -86,6 +86,15 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "vocab_size_per_layer_input=104",
     ),
     "mixtral-8x7b": (*_EXPERTS, "base_mlp_dim=32"),
+    "deepseek2-16b": (
+        *_YARN,
+        *_EXPERTS,
+        "base_num_kv_heads=4",
+        "kv_lora_rank=24",
+        "qk_nope_head_dim=12",
+        "qk_rope_head_dim=8",
+        "v_head_dim=16",
+    ),
     "gpt-oss-20b": (*_YARN, *_EXPERTS, "base_mlp_dim=48", "base_num_decoder_layers=3"),
     "olmo3-7b": (*_YARN, "base_num_decoder_layers=5"),
 }

@@ -19,7 +19,6 @@ HYBRIDS = ("qwen3_next", "qwen3_5")
 _FLOATS = ("float32", "bfloat16", "float16")
 
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "attention_type": ("global",),
     "dtype": _FLOATS,
     "fused_mlp": (False,),
     "fused_qkv": (False,),

@@ -71,6 +71,14 @@ def places(config: Any) -> list[Place]:
             for place in _plain_places(decoder, is_scanned, axis, count // 2)
             for suffix in ("_local", "_global")
         ]
+    if block == "deepseek":
+        num_dense = get(config, "first_num_dense_layers")
+        kinds = {"dense_layers": num_dense, "moe_layers": count - num_dense}
+        return [
+            place
+            for kind, number in kinds.items()
+            for place in _plain_places(decoder, is_scanned, axis, number, kind)
+        ]
     if not is_scanned or block not in ("gemma3", "gemma4", "gpt_oss", "olmo3", *HYBRIDS):
         return _plain_places(decoder, is_scanned, axis, count)
     layers = range(count)
@@ -88,10 +96,12 @@ def places(config: Any) -> list[Place]:
     ]
 
 
-def _plain_places(decoder: str, is_scanned: bool, axis: int, count: int) -> list[Place]:
+def _plain_places(
+    decoder: str, is_scanned: bool, axis: int, count: int, name: str = "layers"
+) -> list[Place]:
     if is_scanned:
-        return [Place(f"{decoder}.layers", "", (layer,), (axis,)) for layer in range(count)]
-    return [Place(f"{decoder}.layers_{layer}") for layer in range(count)]
+        return [Place(f"{decoder}.{name}", "", (layer,), (axis,)) for layer in range(count)]
+    return [Place(f"{decoder}.{name}_{layer}") for layer in range(count)]
 
 
 def _cycle_place(decoder: str, axis: int, layer: int, count: int, length: int) -> Place:

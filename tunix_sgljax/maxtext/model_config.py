@@ -12,11 +12,13 @@ from typing import Any
 from sgljax_engine import (
     AttentionConfig,
     KVShape,
+    LatentConfig,
     LinearAttentionConfig,
     Llama3Scaling,
     ModelConfig,
     MoEConfig,
     RopeConfig,
+    RouterConfig,
     ScaleConfig,
     UnsupportedModelError,
     YarnScaling,
@@ -32,6 +34,7 @@ _SCALES_QUERIES = ("gpt_oss", "olmo3")
 _OLMO3_NAMES = ("olmo3-7b", "olmo3-7b-pt", "olmo3-32b")
 
 _ARCHITECTURES = {
+    "deepseek": "DeepseekV2ForCausalLM",
     "llama2": "LlamaForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -47,6 +50,8 @@ _ARCHITECTURES = {
     "olmo3": "Olmo3ForCausalLM",
 }
 """The engine's architectures by MaxText's decoder blocks."""
+
+_DEEPSEEK = "deepseek"
 
 _MLP_SIZED = ("mixtral", "gpt_oss")
 """Decoder blocks whose experts are as wide as `mlp_dim`, whatever `moe_mlp_dim` says."""
@@ -67,7 +72,7 @@ def to_model_config(config: Any, context_length: int) -> ModelConfig:
     is_wide = bool(kv_layers) and get(config, "use_double_wide_mlp")
     size = _mlp_size(config, moe)
     is_tied = get(config, "logits_via_embedding")
-    rope = _rope(config, block, slides=False)
+    rope, latent = _rope(config, block, slides=False), latents(config)
     if rope.yarn is not None:  # MaxText has a table of so many positions
         context_length = min(context_length, get(config, "max_position_embeddings"))
     return ModelConfig(
@@ -77,8 +82,8 @@ def to_model_config(config: Any, context_length: int) -> ModelConfig:
         intermediate_size=size,
         num_layers=num_layers(config),
         num_heads=get(config, "num_query_heads"),
-        num_kv_heads=get(config, "num_kv_heads"),
-        head_dim=get(config, "head_dim"),
+        num_kv_heads=get(config, "num_kv_heads") if latent is None else 1,
+        head_dim=get(config, "head_dim") if latent is None else latent.page_dim,
         rope=rope,
         rms_norm_eps=get(config, "normalization_layer_epsilon"),
         tie_word_embeddings=is_tied and not rounds_head(config),
@@ -93,6 +98,21 @@ def to_model_config(config: Any, context_length: int) -> ModelConfig:
         moe=moe,
         scales=_scales(config, is_gemma=block.startswith("gemma")),
         linear_attention=_nets(config) if block in HYBRIDS else None,
+    )
+
+
+def latents(config: Any) -> LatentConfig | None:
+    """What the keys and values of DeepSeek's layers are made of; None for other models."""
+    if get(config, "decoder_block") != _DEEPSEEK:
+        return None
+    return LatentConfig(
+        rank=get(config, "kv_lora_rank"),
+        query_rank=None,
+        nope_dim=get(config, "qk_nope_head_dim"),
+        rope_dim=get(config, "qk_rope_head_dim"),
+        value_dim=get(config, "v_head_dim"),
+        norm_eps=get(config, "normalization_layer_epsilon"),
+        is_interleaved=True,
     )
 
 
@@ -120,6 +140,10 @@ def _check_block(config: Any, block: str) -> None:
     require(config, "mlp_activations", [activations], reason)
     for name in ("attention_sink", "mlp_bias"):
         require(config, name, (is_gpt_oss,), reason)
+    is_deepseek = block == _DEEPSEEK
+    require(config, "attention_type", ("mla" if is_deepseek else "global",), reason)
+    if is_deepseek:
+        _check_deepseek(config, reason)
     if block == "qwen2":
         require(config, "attention_bias", (True,), reason)
     if block in HYBRIDS:
@@ -163,6 +187,25 @@ def _check_hybrid(config: Any, block: str, reason: str) -> None:
         )
 
 
+def _check_deepseek(config: Any, reason: str) -> None:
+    for name, supported in {
+        "model_name": ("deepseek2-16b",),  # MaxText routes the others in other ways
+        "engram_layers": ([], ()),
+        "experimental_sa_quant_q_fp8": (False,),
+        "num_kv_heads": (get(config, "num_query_heads"),),
+        "q_lora_rank": (0,),
+        "rope_type": ("yarn",),
+        "use_indexer": (False,),
+    }.items():
+        require(config, name, supported, reason)
+    num_dense, count = get(config, "first_num_dense_layers"), num_layers(config)
+    if not 0 <= num_dense < count:
+        raise UnsupportedModelError(
+            f"MaxText's first_num_dense_layers={num_dense} is not supported{reason}, only 0 to "
+            f"num_decoder_layers - 1 ({count - 1})"
+        )
+
+
 def _check_whole_cycles(config: Any, reason: str) -> None:
     cycle, count = get(config, "inhomogeneous_layer_cycle_interval"), num_layers(config)
     if get(config, "scan_layers") and count % cycle:
@@ -187,7 +230,7 @@ def _nets(config: Any) -> LinearAttentionConfig:
 
 def _mlp_size(config: Any, moe: MoEConfig | None) -> int:
     """`ModelConfig.intermediate_size`: of shared experts, where there are some, their sum."""
-    if moe is None:
+    if moe is None or moe.num_dense_layers:
         return get(config, "mlp_dim")
     if not moe.is_beside_mlp:
         return moe.intermediate_size
@@ -196,8 +239,9 @@ def _mlp_size(config: Any, moe: MoEConfig | None) -> int:
 
 def _moe(config: Any, block: str) -> MoEConfig | None:
     is_beside_mlp = block == "gemma4" and get(config, "num_experts") > 1
-    is_gpt_oss = block == "gpt_oss"
-    if block not in ("qwen3_moe", "mixtral", "gpt_oss", *HYBRIDS) and not is_beside_mlp:
+    is_gpt_oss, is_deepseek = block == "gpt_oss", block == _DEEPSEEK
+    has_experts = block in ("qwen3_moe", "mixtral", "gpt_oss", _DEEPSEEK, *HYBRIDS)
+    if not has_experts and not is_beside_mlp:
         return None
     for name, supported in {
         "moe_expert_input_dim": (-1, 0, get(config, "emb_dim")),
@@ -205,7 +249,7 @@ def _moe(config: Any, block: str) -> MoEConfig | None:
         "padded_base_moe_mlp_dim": (None,),
         "prefuse_moe_weights": (False,),
         "routed_bias": (is_gpt_oss,),
-        "routed_score_func": ("",),
+        "routed_score_func": ("softmax" if is_deepseek else "",),
         "use_random_routing": (False,),
     }.items():
         require(config, name, supported, " with experts")
@@ -220,17 +264,20 @@ def _moe(config: Any, block: str) -> MoEConfig | None:
             f"MaxText's mlp_activations_limit={limit!r} is not supported with "
             f"decoder_block={block!r}, only numbers above 0: MaxText clips by it"
         )
+    # One shared expert, as wide as the others whatever the number; DeepSeek's are side by side.
+    num_shared = get(config, "shared_experts") if block in (_DEEPSEEK, *HYBRIDS) else 0
+    num_shared = num_shared if is_deepseek else min(num_shared, 1)
     return MoEConfig(
         num_experts=get(config, "num_experts"),
         num_experts_per_token=get(config, "num_experts_per_tok"),
         intermediate_size=get(config, "mlp_dim" if block in _MLP_SIZED else "moe_mlp_dim"),
-        # Elsewhere than in Gemma 4 MaxText takes the softmax over the chosen experts alone.
-        norm_topk_prob=get(config, "norm_topk_prob") if is_beside_mlp else True,
+        # Elsewhere than in these MaxText takes the softmax over the chosen experts alone.
+        norm_topk_prob=get(config, "norm_topk_prob") if is_beside_mlp else not is_deepseek,
         is_beside_mlp=is_beside_mlp,
-        # One shared expert, as wide as the others, whatever the number.
-        shared_size=(
-            get(config, "moe_mlp_dim") if block in HYBRIDS and get(config, "shared_experts") else 0
-        ),
+        shared_size=num_shared * get(config, "moe_mlp_dim") if num_shared else 0,
+        has_shared_gate=not is_deepseek,
+        num_dense_layers=get(config, "first_num_dense_layers") if is_deepseek else 0,
+        router=RouterConfig(scale=get(config, "routed_scaling_factor") if is_deepseek else 1.0),
         has_bias=is_gpt_oss,
         swiglu_limit=limit,
     )
@@ -239,6 +286,8 @@ def _moe(config: Any, block: str) -> MoEConfig | None:
 def _attention(config: Any, block: str, kv_layers: tuple[int, ...]) -> AttentionConfig:
     if block.startswith("qwen"):
         return AttentionConfig()
+    if block == _DEEPSEEK:
+        return AttentionConfig(scale=_deepseek_scale(config), latent=latents(config))
     sliding = sliding_layers(config)
     is_gemma4 = block.startswith("gemma4")
     # MaxText gives the cap to no other block's attention.
@@ -254,6 +303,15 @@ def _attention(config: Any, block: str, kv_layers: tuple[int, ...]) -> Attention
         full_values_are_keys=is_gemma4 and get(config, "share_kv_projections"),
         kv_layers=kv_layers,
     )
+
+
+def _deepseek_scale(config: Any) -> float:
+    scale = (get(config, "qk_nope_head_dim") + get(config, "qk_rope_head_dim")) ** -0.5
+    lengths = ("max_position_embeddings", "original_max_position_embeddings")
+    longest, original = (get(config, name) for name in lengths)
+    if longest <= original:
+        return scale
+    return scale * (0.1 * get(config, "mscale") * math.log(get(config, "rope_factor")) + 1.0) ** 2
 
 
 def _gemma3_scale(config: Any) -> float:
@@ -302,7 +360,7 @@ def _rope(config: Any, block: str, *, slides: bool) -> RopeConfig:
         return RopeConfig(theta=float(theta), llama3=scaling)
     is_yarn = get(config, "rope_type") == "yarn"
     if is_yarn and block not in HYBRIDS and not block.startswith("gemma"):
-        return _yarn(config)
+        return _yarn(config, block)
     require(config, "rope_type", ("default", "llama3.1"))
     if block in HYBRIDS:
         head_dim = get(config, "head_dim")
@@ -320,9 +378,10 @@ def _rope(config: Any, block: str, *, slides: bool) -> RopeConfig:
     return RopeConfig(theta=float(theta), linear_factor=float(factor))
 
 
-def _yarn(config: Any) -> RopeConfig:
+def _yarn(config: Any, block: str) -> RopeConfig:
     """The same in all layers, also where a base for sliding ones is set."""
-    require(config, "rope_interleave", (False,), " with rope_type='yarn'")
+    reason = f" with rope_type='yarn' and decoder_block={block!r}"
+    require(config, "rope_interleave", (block == _DEEPSEEK,), reason)
     factor = get(config, "rope_factor")
     is_scaled = get(config, "rope_attention_scaling") and factor > 1
     return RopeConfig(

@@ -6,15 +6,16 @@ as an axis of their own.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from sgljax_engine import Rule
 from tunix_sgljax.maxtext.fields import HYBRIDS, get
-from tunix_sgljax.maxtext.layers import places
-from tunix_sgljax.maxtext.model_config import is_interleaved, rounds_head
+from tunix_sgljax.maxtext.layers import Place, places
+from tunix_sgljax.maxtext.model_config import is_interleaved, latents, rounds_head
 
 _MLP = {"wi_0": "gate_proj", "wi_1": "up_proj", "wo": "down_proj"}
 _CONVOLUTION = "attention.conv1d"
@@ -121,7 +122,18 @@ _OLMO3 = (
     _norm("post_self_attention_layer_norm", "post_attention_layernorm"),
     _norm("post_mlp_layer_norm", "post_feedforward_layernorm"),
 )
+_DEEPSEEK = (
+    _kernel("self_attention.query", "self_attn.q_proj"),
+    _kernel("self_attention.wkv_a", "self_attn.kv_a_proj_with_mqa"),
+    _norm("self_attention.kv_norm", "self_attn.kv_a_layernorm"),
+    _kernel("self_attention.out", "self_attn.o_proj"),
+    *_LLAMA_NORMS,
+    *_mlp("mlp"),
+    *_experts("DeepSeekMoeBlock_0.MoeBlock_0", "mlp.experts", "mlp.gate"),
+    *_mlp("DeepSeekMoeBlock_0.shared_experts", "mlp.shared_experts"),
+)
 _LAYERS: dict[str, tuple[tuple[str, str], ...]] = {
+    "deepseek": _DEEPSEEK,
     "llama2": (*_LLAMA, *_mlp("mlp")),
     "mixtral": (*_LLAMA, *_experts("MoeBlock_0", "mlp.experts", "mlp.gate")),
     "qwen2": (*_LLAMA, *_mlp("mlp"), *_biases("self_attention")),
@@ -171,7 +183,41 @@ def to_rules(config: Any) -> tuple[Rule, ...]:
             for layer, place in enumerate(places(config))
             for theirs, ours in layers
         ),
+        *(
+            rule
+            for layer, place in enumerate(places(config))
+            for rule in _latent_rules(config, layer, place)
+        ),
     )
+
+
+class HeadsHook(NamedTuple):
+    """Takes keys [N, nope, C] or values [N, C, v] out of MaxText's [C, N, nope + v]."""
+
+    nope_dim: int
+    is_values: bool
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Traced by JAX."""
+        if self.is_values:
+            return x[..., self.nope_dim :].transpose(1, 0, 2)
+        return x[..., : self.nope_dim].transpose(1, 2, 0)
+
+
+def _latent_rules(config: Any, layer: int, place: Place) -> Iterator[Rule]:
+    """Rules for a layer's projection of latents to keys and values, if it has one."""
+    latent = latents(config)
+    if latent is None:
+        return
+    for ours, is_values in (("k_b_proj", False), ("v_b_proj", True)):
+        yield Rule(
+            place.name("self_attention.wkv_b.kernel"),
+            f"model.layers.{layer}.self_attn.{ours}.weight",
+            hook=HeadsHook(latent.nope_dim, is_values),
+            is_shared=not is_values,
+            part=place.part or None,
+            part_axis=place.part_axes or 0,
+        )
 
 
 def _tables(config: Any) -> tuple[Rule, ...]:
