@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from sgljax_engine import ModelConfig, MoEConfig, RopeConfig
-from sgljax_engine.model_config import AttentionConfig
+from sgljax_engine.model_config import AttentionConfig, LatentConfig
 
 QWEN3_8B = ModelConfig(
     architecture="Qwen3ForCausalLM",
@@ -58,3 +58,40 @@ GPT_OSS = dataclasses.replace(
     ),
 )
 """Two layers of gpt-oss-20b, of which one slides, with a smaller vocabulary."""
+
+LATENTS = ModelConfig(
+    architecture="DeepseekV2ForCausalLM",
+    vocab_size=8192,
+    hidden_size=2048,
+    intermediate_size=10_944,
+    num_layers=3,
+    num_heads=16,
+    num_kv_heads=1,
+    head_dim=576,
+    rope=RopeConfig(theta=10_000.0),
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=False,
+    context_length=4096,
+    attention=AttentionConfig(
+        scale=192**-0.5,
+        latent=LatentConfig(
+            rank=512,
+            query_rank=None,
+            nope_dim=128,
+            rope_dim=64,
+            value_dim=128,
+            norm_eps=1e-6,
+            is_interleaved=True,
+        ),
+    ),
+    moe=MoEConfig(
+        num_experts=64,
+        num_experts_per_token=6,
+        intermediate_size=1408,
+        norm_topk_prob=False,
+        shared_size=2816,
+        has_shared_gate=False,
+        num_dense_layers=1,
+    ),
+)
+"""Three layers of DeepSeek V2 Lite, of which the first is dense, with a smaller vocabulary."""
