@@ -132,12 +132,14 @@ def _fused_experts(tensors: Mapping[str, HfTensor]) -> dict[str, HfTensor]:
     """gpt-oss' experts and their biases, whose gates alternate with the other projection."""
     found = {}
     for name, tensor in tensors.items():
+        if ".experts." not in name:
+            continue
         prefix, projection, kind = name.rsplit(".", 2)
         fused = "down_proj" if projection == "down_proj" else "gate_up_proj"
         fused = f"{prefix}.{fused}{'' if kind == 'weight' else '_bias'}"
-        if prefix.endswith(".experts") and projection == "gate_proj":
+        if projection == "gate_proj":
             found[fused] = _alternating(tensor, tensors[f"{prefix}.up_proj.{kind}"])
-        elif prefix.endswith(".experts") and projection == "down_proj":
+        elif projection == "down_proj":
             found[fused] = tensor
     return found
 
