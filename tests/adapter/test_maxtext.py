@@ -236,7 +236,7 @@ def test_mixtrals_experts():
 
 @pytest.mark.parametrize("layer", [0, 2])
 def test_latents(layer):
-    """Of the dense layer and of the second one with experts, which MaxText stacks apart."""
+    """The dense layer and those with experts, which MaxText stacks apart."""
     name = "deepseek2-16b-scanned-tied"
     source, made = synced(name)
     stack, index = [("dense_layers", 0), ("moe_layers", 0), ("moe_layers", 1)][layer]

@@ -28,8 +28,6 @@ from tests.engine.native_cases import needs_machine_code
 from tests.engine.paged_cases import OPTIONS, case_of
 from tests.geometry import SMALL
 
-QUICK_COMPILE = "interpreted kernels of GPUs, which no user compiles for CPUs"
-
 BACKENDS: dict[str, Any] = {
     "xla": XlaAttention(),
     "native": NativeAttention(),
