@@ -72,7 +72,8 @@ def to_model_config(config: Any, context_length: int) -> ModelConfig:
     is_wide = bool(kv_layers) and get(config, "use_double_wide_mlp")
     size = _mlp_size(config, moe)
     is_tied = get(config, "logits_via_embedding")
-    rope, latent = _rope(config, block, slides=False), latents(config)
+    rope, attention = _rope(config, block, slides=False), _attention(config, block, kv_layers)
+    latent = attention.latent
     if rope.yarn is not None:  # MaxText has a table of so many positions
         context_length = min(context_length, get(config, "max_position_embeddings"))
     return ModelConfig(
@@ -88,7 +89,7 @@ def to_model_config(config: Any, context_length: int) -> ModelConfig:
         rms_norm_eps=get(config, "normalization_layer_epsilon"),
         tie_word_embeddings=is_tied and not rounds_head(config),
         context_length=context_length,
-        attention=_attention(config, block, kv_layers),
+        attention=attention,
         final_logit_softcap=(get(config, "final_logits_soft_cap") or None) if is_tied else None,
         per_layer_input_size=(
             get(config, "hidden_size_per_layer_input") if block == "gemma4_small" else 0
@@ -286,8 +287,10 @@ def _moe(config: Any, block: str) -> MoEConfig | None:
 def _attention(config: Any, block: str, kv_layers: tuple[int, ...]) -> AttentionConfig:
     if block.startswith("qwen"):
         return AttentionConfig()
-    if block == _DEEPSEEK:
-        return AttentionConfig(scale=_deepseek_scale(config), latent=latents(config))
+    latent = latents(config)
+    if latent is not None:
+        scale = _deepseek_scale(config, latent.query_dim)
+        return AttentionConfig(scale=scale, latent=latent)
     sliding = sliding_layers(config)
     is_gemma4 = block.startswith("gemma4")
     # MaxText gives the cap to no other block's attention.
@@ -305,8 +308,8 @@ def _attention(config: Any, block: str, kv_layers: tuple[int, ...]) -> Attention
     )
 
 
-def _deepseek_scale(config: Any) -> float:
-    scale = (get(config, "qk_nope_head_dim") + get(config, "qk_rope_head_dim")) ** -0.5
+def _deepseek_scale(config: Any, query_dim: int) -> float:
+    scale = query_dim**-0.5
     lengths = ("max_position_embeddings", "original_max_position_embeddings")
     longest, original = (get(config, name) for name in lengths)
     if longest <= original:

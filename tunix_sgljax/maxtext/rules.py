@@ -6,7 +6,7 @@ as an axis of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from sgljax_engine import Rule
 from tunix_sgljax.maxtext.fields import HYBRIDS, get
-from tunix_sgljax.maxtext.layers import Place, places
+from tunix_sgljax.maxtext.layers import places
 from tunix_sgljax.maxtext.model_config import is_interleaved, latents, rounds_head
 
 _MLP = {"wi_0": "gate_proj", "wi_1": "up_proj", "wo": "down_proj"}
@@ -122,10 +122,13 @@ _OLMO3 = (
     _norm("post_self_attention_layer_norm", "post_attention_layernorm"),
     _norm("post_mlp_layer_norm", "post_feedforward_layernorm"),
 )
+_KEYS_OF_LATENTS, _VALUES_OF_LATENTS = (f"self_attn.{x}_b_proj.weight" for x in "kv")
 _DEEPSEEK = (
     _kernel("self_attention.query", "self_attn.q_proj"),
     _kernel("self_attention.wkv_a", "self_attn.kv_a_proj_with_mqa"),
     _norm("self_attention.kv_norm", "self_attn.kv_a_layernorm"),
+    ("self_attention.wkv_b.kernel", _KEYS_OF_LATENTS),
+    ("self_attention.wkv_b.kernel", _VALUES_OF_LATENTS),
     _kernel("self_attention.out", "self_attn.o_proj"),
     *_LLAMA_NORMS,
     *_mlp("mlp"),
@@ -165,8 +168,7 @@ _LAYER_INPUTS = (
 def to_rules(config: Any) -> tuple[Rule, ...]:
     """Rules for the parameters of a `TunixMaxTextAdapter`, one for each weight of each layer."""
     layers = _LAYERS[get(config, "decoder_block")]
-    turned = {"self_attention.query.kernel", "self_attention.key.kernel"}
-    hooks = dict.fromkeys(turned, halves_of_pairs) if is_interleaved(config) else {}
+    hooks = _hooks(config)
     return (
         *_tables(config),
         Rule("base.decoder.decoder_norm.scale", "model.norm.weight"),
@@ -176,19 +178,25 @@ def to_rules(config: Any) -> tuple[Rule, ...]:
                 place.name(theirs),
                 f"model.layers.{layer}.{ours}",
                 _TRANSPOSES.get(theirs),
-                hook=hooks.get(theirs),
+                hook=hooks.get(ours),
                 part=place.part or None,
                 part_axis=place.part_axes or 0,
+                is_shared=ours == _KEYS_OF_LATENTS,
             )
             for layer, place in enumerate(places(config))
             for theirs, ours in layers
         ),
-        *(
-            rule
-            for layer, place in enumerate(places(config))
-            for rule in _latent_rules(config, layer, place)
-        ),
     )
+
+
+def _hooks(config: Any) -> dict[str, Callable[[jax.Array], jax.Array]]:
+    """What else is done to weights of a layer, by the engine's names."""
+    latent = latents(config)
+    if latent is not None:
+        keys, values = (HeadsHook(latent.nope_dim, is_values) for is_values in (False, True))
+        return {_KEYS_OF_LATENTS: keys, _VALUES_OF_LATENTS: values}
+    turned = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
+    return dict.fromkeys(turned, halves_of_pairs) if is_interleaved(config) else {}
 
 
 class HeadsHook(NamedTuple):
@@ -202,22 +210,6 @@ class HeadsHook(NamedTuple):
         if self.is_values:
             return x[..., self.nope_dim :].transpose(1, 0, 2)
         return x[..., : self.nope_dim].transpose(1, 2, 0)
-
-
-def _latent_rules(config: Any, layer: int, place: Place) -> Iterator[Rule]:
-    """Rules for a layer's projection of latents to keys and values, if it has one."""
-    latent = latents(config)
-    if latent is None:
-        return
-    for ours, is_values in (("k_b_proj", False), ("v_b_proj", True)):
-        yield Rule(
-            place.name("self_attention.wkv_b.kernel"),
-            f"model.layers.{layer}.self_attn.{ours}.weight",
-            hook=HeadsHook(latent.nope_dim, is_values),
-            is_shared=not is_values,
-            part=place.part or None,
-            part_axis=place.part_axes or 0,
-        )
 
 
 def _tables(config: Any) -> tuple[Rule, ...]:
