@@ -155,7 +155,7 @@ $(MAXTEXT_STAMP): pyproject.toml constraints-maxtext.txt tunix_sgljax/maxtext/re
 	@$(MAXTEXT)/bin/python -m pip --version >/dev/null 2>&1 || \
 	  $(MAXTEXT_PYTHON) -m venv --clear $(MAXTEXT)
 	$(MAXTEXT)/bin/python -m pip install editables hatchling setuptools wheel
-	$(MAXTEXT)/bin/python -m pip install --no-build-isolation -e . psutil pytest
+	$(MAXTEXT)/bin/python -m pip install --no-build-isolation -e . hypothesis psutil pytest
 	line=$$($(MAXTEXT)/bin/python -m tunix_sgljax.maxtext.requirements) && \
 	  PATH="$(CURDIR)/$(MAXTEXT)/bin:$$PATH" sh -c "$$line"
 	@touch $@

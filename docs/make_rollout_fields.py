@@ -27,7 +27,7 @@ _BEGIN, _END = (
     "<!-- end of fields -->\n",
 )
 
-_KINDS = {"accepted": "*accepted*: ", "checked": "*checked*: "}
+_KINDS = {"accepted": "*accepted*: "}
 """What stands before the text of a field that sets nothing."""
 
 _LATER = """Read from the training config when the rollout is made; a different value in another

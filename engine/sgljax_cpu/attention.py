@@ -6,6 +6,7 @@ A token has the same bits in decode, where each block has one query, and in pref
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from sgljax_cpu.attention_tile import (
     Queries,
     Softmax,
 )
-from sgljax_cpu.emit import F32, I32, I64, PTR, VOID, Code, Module, Number, Value, f32, vector
+from sgljax_cpu.emit import F32, I1, I32, I64, PTR, VOID, Code, Module, Number, Value, f32, vector
 from sgljax_cpu.machine import Vectors
 from sgljax_cpu.numbers import STORED, store_float
 from sgljax_cpu.operation import Operation, Plan, Shapes, read_values
@@ -28,13 +29,16 @@ from sgljax_cpu.primitive import run, run_one
 _QUERY_ROWS = 8
 """Query heads times queries in a tile, at least one query."""
 
-_RUN_ROWS = 8
-"""Query heads times rows of a decode batch whose shared keys are read together, see `_Kernel`."""
+_RUN_QUERIES = 4
+"""Query heads times rows of a decode batch in a tile of a run, at least one row; see `_Kernel`."""
 
 _MAX_TILES = 16
 """Tiles of a chunk: of neighbouring rows of a decode batch, which may share a prompt."""
 
-_CHUNKS_PER_THREAD = 32
+MAX_RUN_BYTES = 1 << 16
+"""Bytes of the softmax of a run's rows, see `_Kernel`; 0 for no runs."""
+
+_CHUNKS_PER_THREAD = 8
 """Chunks of a thread, if there are so many tiles: it may have to wait for another one's last."""
 
 _WRITE_CHUNK = 16
@@ -57,7 +61,7 @@ def paged_attention(
         q: [N * Q, num_heads, head_dim] float32, blocks one after another.
         k_pages: [num_pages, num_kv_heads, page_size, head_dim] of the shape's dtype, the blocks'
             own keys included.
-        v_pages: Likewise.
+        v_pages: Likewise; the same array where keys are values too.
         page_table: [N, P] int32.
         positions: [N, Q] int32.
         kv_lens: [N] int32, keys that exist; 0 for unused blocks.
@@ -69,60 +73,58 @@ def paged_attention(
         [N * Q, num_heads, head_dim] float32, 0 for unused blocks.
     """
     assert q.dtype == jnp.float32, q.dtype
-    per_tile = min(max(_QUERY_ROWS // shape.group, 1), positions.shape[1])
+    per_tile = min(max(_QUERY_ROWS // shape.tile_heads, 1), positions.shape[1])
     arrays = [q, k_pages, v_pages, page_table, positions, kv_lens]
     arrays += [] if sinks is None else [sinks]
-    operation = _attention(shape, per_tile, sinks is not None)
+    operation = _attention(shape, per_tile, sinks is not None, MAX_RUN_BYTES)
     return run_one(operation, arrays, jax.ShapeDtypeStruct(q.shape, jnp.float32))
 
 
 def write_kv(
-    k: jax.Array, v: jax.Array, k_pages: jax.Array, v_pages: jax.Array, slots: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Writes tokens' keys and values to slots of pages, in place, inside a program.
+    new: Sequence[jax.Array], pages: Sequence[jax.Array], slots: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Writes tokens' keys and values, or keys alone, to slots of pages; in place, in a program.
 
     Args:
-        k: [T, num_kv_heads, head_dim] float32.
-        v: Likewise.
-        k_pages: As for `paged_attention`.
-        v_pages: Likewise.
+        new: Keys [T, num_kv_heads, head_dim] float32, and values.
+        pages: As for `paged_attention`, of each.
         slots: [T] int32, page * page_size + offset; those beyond the pool are dropped.
 
     Returns:
         The pages.
     """
-    assert k.dtype == v.dtype == jnp.float32, k.dtype
-    pages = jax.ShapeDtypeStruct(k_pages.shape, k_pages.dtype)
-    operation = _write_operation(k_pages.dtype.name)
-    new_k, new_v = run(operation, [k, v, k_pages, v_pages, slots], [pages, pages])
-    return new_k, new_v
+    assert all(x.dtype == jnp.float32 for x in new), new
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pages]
+    operation = _write_operation(pages[0].dtype.name, len(pages))
+    return tuple(run(operation, [*new, *pages, slots], shapes))
 
 
 # ---------------------------------------------------------------------- writing
 
 
 @functools.cache
-def _write_operation(dtype: str) -> Operation:
-    write = functools.partial(_write_tokens, dtype=dtype)
-    return Operation("write_kv", write, _plan_write, in_place=((2, 0), (3, 1)))
+def _write_operation(dtype: str, count: int) -> Operation:
+    write = functools.partial(_write_tokens, dtype=dtype, count=count)
+    in_place = tuple((count + i, i) for i in range(count))
+    return Operation("write_kv", write, _plan_write, in_place=in_place)
 
 
 def _plan_write(arguments: Shapes, results: Shapes, threads: int) -> Plan:
-    del results, threads
+    del threads
     num_tokens, num_heads, head_dim = arguments[0].shape
-    num_pages, _, page_size, _ = arguments[2].shape
+    num_pages, _, page_size, _ = results[0].shape
     sizes = (num_tokens, num_heads, head_dim, page_size, num_pages * page_size)
     return Plan(-(-num_tokens // _WRITE_CHUNK), sizes)
 
 
-def _write_tokens(module: Module, vectors: Vectors, *, dtype: str) -> Value:
+def _write_tokens(module: Module, vectors: Vectors, *, dtype: str, count: int) -> Value:
     """Writes f(values, chunk): some tokens."""
     lanes = vectors.lanes
     with Code(module, "tokens", VOID, [PTR, I64]) as code:
         values, chunk = code.arguments
-        arrays = read_values(code, values, 7, 5)
-        k, v, k_pages, v_pages, slots = arrays[:5]
-        num_tokens, num_heads, head_dim, page_size, num_slots = arrays[7:]
+        arrays = read_values(code, values, 3 * count + 1, 5)
+        pairs, slots = list(zip(arrays[:count], arrays[count:], strict=False)), arrays[2 * count]
+        num_tokens, num_heads, head_dim, page_size, num_slots = arrays[3 * count + 1 :]
         first = code.mul(chunk, _WRITE_CHUNK)
         with code.loop(first, code.min(code.add(first, _WRITE_CHUNK), num_tokens)) as token:
             slot = code.load_int(slots, token)
@@ -132,7 +134,7 @@ def _write_tokens(module: Module, vectors: Vectors, *, dtype: str) -> Value:
                 page = code.mul(code.div(slot, page_size), num_heads)
                 row = code.mul(code.add(page, head), page_size)
                 target = code.mul(code.add(row, code.rem(slot, page_size)), head_dim)
-                for new, kept in ((k, k_pages), (v, v_pages)):
+                for new, kept in pairs:
                     with code.loop(0, head_dim, lanes) as channel:
                         place = code.at(new, code.add(source, channel))
                         found = code.load(place, vector(lanes), 4)
@@ -145,10 +147,18 @@ def _write_tokens(module: Module, vectors: Vectors, *, dtype: str) -> Value:
 
 
 @functools.cache
-def _attention(shape: AttentionShape, per_tile: int, has_sinks: bool) -> Operation:
+def _attention(
+    shape: AttentionShape, per_tile: int, has_sinks: bool, max_run_bytes: int
+) -> Operation:
     return Operation(
         "attention",
-        functools.partial(_write_chunk, shape=shape, per_tile=per_tile, has_sinks=has_sinks),
+        functools.partial(
+            _write_chunk,
+            shape=shape,
+            per_tile=per_tile,
+            has_sinks=has_sinks,
+            max_run_bytes=max_run_bytes,
+        ),
         functools.partial(_plan, shape=shape, per_tile=per_tile),
     )
 
@@ -161,57 +171,67 @@ def _plan(
     num_blocks, num_queries = positions.shape
     tiles = -(-num_queries // per_tile)
     total = num_blocks * tiles
-    size = total * shape.num_kv_heads // (threads * _CHUNKS_PER_THREAD)
+    size = total * shape.num_parts // (threads * _CHUNKS_PER_THREAD)
     size = max(min(size, _MAX_TILES), 1) if tiles == 1 else 1
-    count = -(-total // size) * shape.num_kv_heads
+    count = -(-total // size) * shape.num_parts
     return Plan(count, (total, page_table.shape[1], num_queries, tiles, size))
 
 
 def _write_chunk(
-    module: Module, vectors: Vectors, *, shape: AttentionShape, per_tile: int, has_sinks: bool
+    module: Module,
+    vectors: Vectors,
+    *,
+    shape: AttentionShape,
+    per_tile: int,
+    has_sinks: bool,
+    max_run_bytes: int,
 ) -> Value:
-    """Writes f(values, chunk): some tiles of one kv head."""
+    """Writes f(values, chunk): some tiles of one part of the heads."""
     kernel = _Kernel(module, vectors.lanes, shape, has_sinks)
-    num_rows = max(_RUN_ROWS // shape.group, 1) if per_tile == 1 else 1
     one_tile = kernel.write_tile(per_tile)
-    if num_rows > 1:
-        of_run, num_shared = kernel.write_run(num_rows), kernel.write_num_shared(num_rows)
+    row_size = shape.tile_heads * Softmax.size_of(shape.head_dim, vectors.lanes)
+    most = min(max_run_bytes // (4 * row_size), _MAX_TILES) if per_tile == 1 else 1
+    if most > 1:
+        run, num_shared = kernel.write_run(), kernel.write_num_shared()
     with Code(module, "tiles", VOID, [PTR, I64]) as code:
         values, chunk = code.arguments
         *_, total, _, _, _, size = kernel.read(code, values)
-        state = kernel.softmax(code, max(num_rows, per_tile))
+        state = code.stack(f"[{max(most, per_tile) * row_size} x float]")
         # Neighbouring rows, which may share keys, come one after another.
         per_head = code.ceil_div(total, size)
-        head, first = code.div(chunk, per_head), code.mul(code.rem(chunk, per_head), size)
+        part, first = code.div(chunk, per_head), code.mul(code.rem(chunk, per_head), size)
         last = code.min(code.add(first, size), total)
         tile = code.variable(first)
         with code.repeat(lambda: code.less(tile.get(), last)):
-            count, shared = code.variable(1), code.variable(0)
-            if num_rows > 1:
-                is_run = code.less(code.add(tile.get(), num_rows - 1), last)
-                with code.when(is_run):
-                    shared.set(code.call(num_shared, I64, [values, tile.get()]))
-                    with code.when(code.less(0, shared.get())):
-                        code.call(
-                            of_run, VOID, [values, tile.get(), head, state.base, shared.get()]
-                        )
-                        count.set(Value(I64, str(num_rows)))
-            with code.loop(0, count.get()) as i:
-                place = code.at(state.base, code.mul(i, shape.group * state.size))
-                code.call(
-                    one_tile,
-                    VOID,
-                    [values, code.add(tile.get(), i), head, place, shared.get()],
-                )
-            tile.set(code.add(tile.get(), count.get()))
+            begin, shared = tile.get(), Value(I64, "0")
+            tile.set(code.add(begin, 1))
+            if most > 1:
+                limit = code.min(code.add(begin, most), last)
+                found = code.variable(0)
+                with code.when(code.less(code.add(begin, 1), limit)):
+                    found.set(code.call(num_shared, I64, [values, begin]))
+                shared = found.get()
+                with code.when(code.less(0, shared)):
+                    is_run = code.variable(Value(I1, "true"))
+                    with code.repeat(is_run.get):
+                        tile.set(code.add(tile.get(), 1))
+                        is_run.set(Value(I1, "false"))
+                        with code.when(code.less(tile.get(), limit)):
+                            more = code.call(num_shared, I64, [values, code.sub(tile.get(), 1)])
+                            is_run.set(code.compare("sge", more, shared))
+                    code.call(run, VOID, [values, begin, tile.get(), part, state, shared])
+            with code.loop(begin, tile.get()) as row:
+                place = code.at(state, code.mul(code.sub(row, begin), row_size))
+                code.call(one_tile, VOID, [values, row, part, place, shared])
     return code.function
 
 
 class _Kernel(NamedTuple):
     """The functions of a kernel of attention.
 
-    Neighbouring rows of a decode batch may begin with the same pages: samples of one prompt do. The
-    keys of these are read once for some rows together, span by span; then each row goes on alone.
+    Neighbouring rows of a decode batch may begin with the same pages: samples of one prompt do.
+    They are a *run*, which takes the keys that all of its rows share span by span, so that each
+    comes from memory once; then each row goes on alone.
     """
 
     module: Module
@@ -219,24 +239,21 @@ class _Kernel(NamedTuple):
     shape: AttentionShape
     has_sinks: bool
 
+    @property
+    def _softmax_size(self) -> int:
+        return Softmax.size_of(self.shape.head_dim, self.lanes)
+
     def read(self, code: Code, values: Value) -> list[Value]:
         """The addresses of arguments and results, and sizes; of sinks at the end, if any."""
         return read_values(code, values, 7 + self.has_sinks, 5)
 
-    def softmax(self, code: Code, num_queries: int) -> Softmax:
-        """Memory for the heads of some queries."""
-        shape = self.shape
-        size = Softmax(code, Value(PTR, "null"), shape.head_dim, self.lanes).size
-        place = code.stack(f"[{num_queries * shape.group * size} x float]")
-        return Softmax(code, place, shape.head_dim, self.lanes)
-
-    def sinks(self, code: Code, arrays: list[Value], head: Value, count: int) -> list[Value]:
-        """Those of a kv head's queries, of `count` tokens."""
-        own = code.mul(head, self.shape.group)
+    def sinks(self, code: Code, arrays: list[Value], part: Value, count: int) -> list[Value]:
+        """Those of a part's queries, of `count` tokens."""
+        own = code.mul(part, self.shape.tile_heads)
         found = [
             code.load(code.at(each, code.add(own, i)), F32)
             for each in (arrays[6:7] if self.has_sinks else ())
-            for i in range(self.shape.group)
+            for i in range(self.shape.tile_heads)
         ]
         return found * count
 
@@ -244,50 +261,51 @@ class _Kernel(NamedTuple):
         self, code: Code, arrays: list[Value], places: list[Value], ends: list[Value]
     ) -> Queries:
         """Scaled copies of queries at places."""
-        channels, shape = self.shape.group * self.shape.head_dim, self.shape
+        channels, shape = self.shape.tile_heads * self.shape.head_dim, self.shape
         copies = code.stack(f"[{len(places) * channels} x float]")
         for i, place in enumerate(places):
             target = code.at(copies, i * channels)
             _copy(code, code.at(arrays[0], place), target, channels, self.lanes, shape.scale)
         last, first = functools.reduce(code.max, ends), functools.reduce(code.min, ends)
-        return Queries(copies, [end for end in ends for _ in range(shape.group)], last, first)
+        return Queries(copies, [end for end in ends for _ in range(shape.tile_heads)], last, first)
 
-    def place(self, code: Code, token: Value, head: Value) -> Value:
+    def place(self, code: Code, token: Value, part: Value) -> Value:
         """Where the queries of a token are, and their results."""
-        row = code.add(code.mul(token, self.shape.num_kv_heads), head)
-        return code.mul(row, self.shape.group * self.shape.head_dim)
+        row = code.add(code.mul(token, self.shape.num_parts), part)
+        return code.mul(row, self.shape.tile_heads * self.shape.head_dim)
 
     def end(self, code: Code, arrays: list[Value], token: Value, num_keys: Value) -> Value:
         """The first key past those that a token sees."""
         return code.min(code.add(code.load_int(arrays[4], token), 1), num_keys)
 
     def pages(
-        self, code: Code, arrays: list[Value], block: Value, head: Value, num_keys: Value
+        self, code: Code, arrays: list[Value], block: Value, part: Value, num_keys: Value
     ) -> Pages:
         """Those of a block."""
-        width = arrays[-4]
+        width, parts = arrays[-4], self.shape.group // self.shape.tile_heads
+        head = part if parts == 1 else code.div(part, parts)
         table = code.at(arrays[3], code.mul(block, width), I32)
         return Pages(code, self.shape, table, head, num_keys)
 
     def write_tile(self, per_tile: int) -> Value:
-        """Writes f(values, tile, kv_head, softmax, begin): some queries of a block.
+        """Writes f(values, tile, part, softmax, begin): some queries of a block.
 
         Their softmax has the keys up to `begin` already, a multiple of `SPAN`.
         """
         lanes, shape = self.lanes, self.shape
         with Code(self.module, "tile", VOID, [PTR, I64, I64, PTR, I64]) as code:
-            values, tile, head, state, begin = code.arguments
+            values, tile, part, state, begin = code.arguments
             arrays = self.read(code, values)
             out = arrays[6 + self.has_sinks]
             _, _, num_queries, tiles, _ = arrays[-5:]
             block, first = code.div(tile, tiles), code.mul(code.rem(tile, tiles), per_tile)
             num_keys = code.load_int(arrays[5], block)
-            channels = shape.group * shape.head_dim
+            channels = shape.tile_heads * shape.head_dim
             tokens = []  # past the block's end its last token repeats
             for i in range(per_tile):
                 query = code.min(code.add(first, i), code.sub(num_queries, 1))
                 tokens.append(code.add(code.mul(block, num_queries), query))
-            places = [self.place(code, token, head) for token in tokens]
+            places = [self.place(code, token, part) for token in tokens]
             with code.when(code.less(num_keys, 1)):
                 for place in places:
                     _copy(code, None, code.at(out, place), channels, lanes)
@@ -297,62 +315,79 @@ class _Kernel(NamedTuple):
             softmax = Softmax(code, state, shape.head_dim, lanes)
             count = len(queries.ends)
             with code.when(code.equal(begin, 0)):
-                softmax.start(count, self.sinks(code, arrays, head, per_tile))
-            pages = self.pages(code, arrays, block, head, num_keys)
+                softmax.start(count, self.sinks(code, arrays, part, per_tile))
+            pages = self.pages(code, arrays, block, part, num_keys)
             attention = Attention(pages, arrays[1], arrays[2], queries, softmax)
             attention.add_keys(begin, queries.last_end)
             softmax.finish(count)
             for i, place in enumerate(places):
-                for query in range(shape.group):
+                for query in range(shape.tile_heads):
                     target = code.at(out, code.add(place, query * shape.head_dim))
-                    found = softmax.sums(i * shape.group + query)
+                    found = softmax.sums(i * shape.tile_heads + query)
                     _copy(code, found, target, shape.head_dim, lanes)
         return code.function
 
-    def write_run(self, num_rows: int) -> Value:
-        """Writes f(values, block, kv_head, softmax, end): blocks of one query, up to a key.
+    def write_run(self) -> Value:
+        """Writes f(values, row, end, part, softmax, shared): rows up to one, keys up to one.
 
-        All of them have the pages of the first one up to that key, a multiple of `SPAN`.
+        All of them have the pages of the first row up to that key, a multiple of `SPAN`.
         """
-        lanes, shape = self.lanes, self.shape
-        with Code(self.module, "run", VOID, [PTR, I64, I64, PTR, I64]) as code:
-            values, block, head, state, end = code.arguments
+        shape, row_size = self.shape, self.shape.tile_heads * self._softmax_size
+        at_once = max(_RUN_QUERIES // shape.tile_heads, 1)
+        tiles = {count: self._write_tile_of_run(count) for count in {1, at_once}}
+        with Code(self.module, "run", VOID, [PTR, I64, I64, I64, PTR, I64]) as code:
+            values, first, end, part, state, shared = code.arguments
+            whole = code.mul(code.div(code.sub(end, first), at_once), at_once)
+            rest = code.add(first, whole)
+
+            def add(row: Value, count: int, key: Value) -> None:
+                place = code.at(state, code.mul(code.sub(row, first), row_size))
+                code.call(tiles[count], VOID, [values, row, part, place, key])
+
+            with code.loop(0, shared, SPAN) as key:
+                with code.loop(first, rest, at_once) as row:
+                    add(row, at_once, key)
+                if at_once > 1:
+                    with code.loop(rest, end) as row:
+                        add(row, 1, key)
+        return code.function
+
+    def _write_tile_of_run(self, num_rows: int) -> Value:
+        """Writes f(values, row, part, softmax, key): the span that begins at a key, for rows."""
+        with Code(self.module, f"rows{num_rows}", VOID, [PTR, I64, I64, PTR, I64]) as code:
+            values, row, part, state, key = code.arguments
             arrays = self.read(code, values)
-            tokens = [code.add(block, i) for i in range(num_rows)]
-            places = [self.place(code, token, head) for token in tokens]
+            tokens = [code.add(row, i) for i in range(num_rows)]
+            places = [self.place(code, token, part) for token in tokens]
             ends = [
                 self.end(code, arrays, token, code.load_int(arrays[5], token)) for token in tokens
             ]
             queries = self.queries(code, arrays, places, ends)
-            softmax = Softmax(code, state, shape.head_dim, lanes)
-            softmax.start(len(queries.ends), self.sinks(code, arrays, head, num_rows))
-            pages = self.pages(code, arrays, block, head, end)
-            Attention(pages, arrays[1], arrays[2], queries, softmax).add_keys(Value(I64, "0"), end)
+            softmax = Softmax(code, state, self.shape.head_dim, self.lanes)
+            with code.when(code.equal(key, 0)):
+                softmax.start(len(queries.ends), self.sinks(code, arrays, part, num_rows))
+            end = code.add(key, SPAN)
+            pages = self.pages(code, arrays, row, part, end)
+            Attention(pages, arrays[1], arrays[2], queries, softmax).add_keys(key, end)
         return code.function
 
-    def write_num_shared(self, num_rows: int) -> Value:
-        """Writes f(values, block): the first keys that blocks share, a multiple of `SPAN`."""
+    def write_num_shared(self) -> Value:
+        """Writes f(values, row): the first keys that a row and the next one share, whole spans."""
         with Code(self.module, "num_shared", I64, [PTR, I64]) as code:
-            values, block = code.arguments
+            values, row = code.arguments
             arrays = self.read(code, values)
-            table, width, size = arrays[3], arrays[-4], self.shape.page_size
-            lengths = [code.load_int(arrays[5], code.add(block, i)) for i in range(num_rows)]
-            num_keys = functools.reduce(code.min, lengths)
-            rows = [
-                code.at(table, code.mul(code.add(block, i), width), I32) for i in range(num_rows)
-            ]
+            width, size = arrays[-4], self.shape.page_size
+            following = code.add(row, 1)
+            num_keys = code.min(code.load_int(arrays[5], row), code.load_int(arrays[5], following))
+            here, there = (
+                code.at(arrays[3], code.mul(each, width), I32) for each in (row, following)
+            )
             with code.loop(0, code.div(num_keys, size)) as page:
-                first = code.load(code.at(rows[0], page, I32), I32)
-                differing = [
-                    code.differ(first, code.load(code.at(row, page, I32), I32)) for row in rows[1:]
-                ]
-                with code.when(code.compare("ne", functools.reduce(code.either, differing), _ZERO)):
+                ids = [code.load(code.at(each, page, I32), I32) for each in (here, there)]
+                with code.when(code.compare("ne", *ids)):
                     code.ret(_whole_spans(code, code.mul(page, size)))
             code.ret(_whole_spans(code, num_keys))
         return code.function
-
-
-_ZERO = Value(I32, "0")
 
 
 def _whole_spans(code: Code, num_keys: Number) -> Value:

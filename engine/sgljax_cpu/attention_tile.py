@@ -30,11 +30,17 @@ from sgljax_cpu.numbers import STORED, load_as_float
 SPAN = 256
 """Keys whose scores are in memory together."""
 
-_SUMS = 16
+_SUMS = 8
 """Vectors of weighted values that are in registers together."""
+
+_CHAINS = 8
+"""Products of keys and queries that are added up at the same time."""
 
 _UNROLLED = 128
 """Channels times queries up to which the loop over the keys of a vector is unrolled."""
+
+_TILE_HEADS = 16
+"""Query heads of a kv head that are in a tile together; more are divided, as latents have."""
 
 MASKED = -1e30
 
@@ -74,6 +80,18 @@ class AttentionShape(NamedTuple):
     def group(self) -> int:
         """Query heads of a kv head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def tile_heads(self) -> int:
+        """Query heads of a tile: those of a kv head, or an equal part of them."""
+        if self.group <= _TILE_HEADS:
+            return self.group
+        return next(n for n in range(_TILE_HEADS, 0, -1) if self.group % n == 0)
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of the query heads, each of a tile's."""
+        return self.num_heads // self.tile_heads
 
 
 class Pages(NamedTuple):
@@ -172,14 +190,16 @@ class Softmax(NamedTuple):
     head_dim: int
     lanes: int
 
-    @property
-    def size(self) -> int:
+    @staticmethod
+    def size_of(head_dim: int, lanes: int) -> int:
         """Floats of a query."""
-        return self.head_dim + 2 * self.lanes
+        return head_dim + 2 * lanes
 
     def sums(self, query: int, channel: Number = 0) -> Value:
         """The address of a query's weighted values."""
-        return self.code.at(self.code.at(self.base, query * self.size), channel)
+        return self.code.at(
+            self.code.at(self.base, query * self.size_of(self.head_dim, self.lanes)), channel
+        )
 
     def total(self, query: int) -> Value:
         """The address of a query's total, by lanes."""
@@ -317,12 +337,16 @@ class Attention:
         code, lanes = self._code, self._lanes
         if self._shape.head_dim * self._count <= _UNROLLED:
             return self._totals_of(
-                [self._products_by_lane(keys, following, i) for i in range(lanes)]
+                [self._products_by_lane(keys, following, [i])[0] for i in range(lanes)]
             )
-        with code.loop(0, lanes) as index:
-            for row, products in enumerate(self._products_by_lane(keys, following, index)):
-                place = code.mul(code.add(index, row * lanes), lanes)
-                code.store(products, code.at(self._by_lane, place), 4)
+        at_once = max(_CHAINS // self._count, 1)
+        with code.loop(0, lanes, at_once) as index:
+            indices = [code.add(index, i) for i in range(at_once)]
+            of_keys = self._products_by_lane(keys, following, indices)
+            for index, of_queries in zip(indices, of_keys, strict=True):
+                for row, products in enumerate(of_queries):
+                    place = code.mul(code.add(index, row * lanes), lanes)
+                    code.store(products, code.at(self._by_lane, place), 4)
         by_key = [
             [
                 code.load(code.at(self._by_lane, (row * lanes + i) * lanes), vector(lanes), 4)
@@ -344,23 +368,26 @@ class Attention:
         return [add_neighbours(self._code, a, b, half, self._lanes) for a, b in pairs]
 
     def _products_by_lane(
-        self, keys: KeyVector, following: KeyVector, index: Number
-    ) -> list[Value]:
-        """Product of one key with each query; its sum over lanes is the score."""
+        self, keys: KeyVector, following: KeyVector, indices: Sequence[Number]
+    ) -> list[list[Value]]:
+        """For each key its product with each query; the sum of that over lanes is the score."""
         code, lanes, head_dim = self._code, self._lanes, self._shape.head_dim
-        key, later = keys.address(index), following.address(index)
-        sums: list[Value] = []
+        addresses = [keys.address(index) for index in indices]
+        later = [following.address(index) for index in indices]
+        sums: list[list[Value]] = [[] for _ in indices]
         for channel in range(0, head_dim, lanes):
             if channel % _LINE == 0:
-                code.prefetch(code.at(later, channel, self._shape.stored))
-            part = keys.channels(key, channel, lanes)
+                for place in later:
+                    code.prefetch(code.at(place, channel, self._shape.stored))
+            parts = [keys.channels(key, channel, lanes) for key in addresses]
             for row in range(self._count):
                 place = code.at(self._queries.vectors, row * head_dim + channel)
                 query = code.load(place, vector(lanes), 4)
-                if channel == 0:
-                    sums.append(code.float_op("fmul", query, part))
-                else:
-                    sums[row] = code.fma(query, part, sums[row])
+                for of_key, part in zip(sums, parts, strict=True):
+                    if channel == 0:
+                        of_key.append(code.float_op("fmul", query, part))
+                    else:
+                        of_key[row] = code.fma(query, part, of_key[row])
         return sums
 
     # ------------------------------------------------------------------ weights
@@ -391,11 +418,10 @@ class Attention:
     def _add_values(self, span: _Span, shrinks: Sequence[Value]) -> None:
         """Adds a span's weighted values to the sums, a few channels of all queries at a time."""
         width = self._shape.head_dim // self._lanes
-        limit = max(_SUMS // self._count, 1)
-        at_once = max(n for n in range(1, width + 1) if width % n == 0 and n <= limit)
+        at_once = max(_SUMS // self._count, 1)
         for begin in range(0, width, at_once):
-            channels = [part * self._lanes for part in range(begin, begin + at_once)]
-            self._add_channels(span, shrinks, channels)
+            parts = range(begin, min(begin + at_once, width))
+            self._add_channels(span, shrinks, [part * self._lanes for part in parts])
 
     def _add_channels(self, span: _Span, shrinks: Sequence[Value], channels: Sequence[int]) -> None:
         code, lanes, rows = self._code, self._lanes, range(self._count)

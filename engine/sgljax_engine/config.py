@@ -38,6 +38,9 @@ LORA_TARGETS = (
     "gate_proj",
     "up_proj",
     "down_proj",
+    "q_a_proj",
+    "q_b_proj",
+    "kv_a_proj_with_mqa",
     "per_layer_input_gate",
     "per_layer_projection",
     "per_layer_model_projection",
@@ -384,7 +387,7 @@ class SpeculationConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How the devices of a mesh are shared out: tensor and data parallelism.
+    """How the devices of a mesh are shared out: tensor, data and expert parallelism.
 
     The mesh is cut into `data_parallel_size` submeshes of `tp_size` devices. Each has an engine of
     its own, with a copy of the weights and a KV pool; requests are distributed among them.
@@ -395,12 +398,18 @@ class ParallelConfig:
             whose share of the weights, and of the KV cache of one sequence of `max_model_len`
             tokens, fits the free memory of a device.
         data_parallel_size: Number of engines. None takes all devices that `tp_size` leaves.
+        expert_parallel_size: Parts into which the experts of each layer are divided over the
+            `tp_size` devices of an engine, each of which holds num_experts / expert_parallel_size
+            experts. It divides `tp_size`; the devices of a part share the width of its experts. A
+            `tp_size` of None is then the least common multiple with the mesh's tensor axis. 1 takes
+            the widths of all experts, or whole experts on each device where TPUs want those.
         tensor_axes: Names that a mesh's tensor axis may have; the first one found counts. All other
             axes are data axes.
     """
 
     tp_size: int | Literal["auto"] | None = None
     data_parallel_size: int | None = None
+    expert_parallel_size: int = 1
     tensor_axes: tuple[str, ...] = ("tp", "model", "tensor")
 
     def __post_init__(self) -> None:
@@ -411,6 +420,7 @@ class ParallelConfig:
             check_count("tp_size", self.tp_size)
         if self.data_parallel_size is not None:
             check_count("data_parallel_size", self.data_parallel_size)
+        check_count("expert_parallel_size", self.expert_parallel_size)
         axes = self.tensor_axes
         require(
             isinstance(axes, (list, tuple)) and all(isinstance(name, str) for name in axes),

@@ -62,6 +62,8 @@ _RENAMED = (
     ("disable_hybrid_kv_cache_manager", "vLLM", "disable_hybrid_swa_memory", ""),
     ("dp", "SGLang", "data_parallel_size", ""),
     ("dp_size", "SGLang", "data_parallel_size", ""),
+    ("ep", "SGLang", "expert_parallel_size", ""),
+    ("ep_size", "SGLang", "expert_parallel_size", ""),
     ("gpu_memory_utilization", "vLLM", "mem_fraction_static", "of the memory beside the weights"),
     ("hbm_utilization", "Tunix", "mem_fraction_static", "of the memory beside the weights"),
     ("kv_cache_size", "Tunix", "max_model_len", ""),
@@ -81,10 +83,13 @@ _RENAMED = (
 
 _WITHOUT_COUNTERPART = (
     (
+        "`expert_parallel_size` says into how many parts the experts are divided",
+        "enable_expert_parallel",
+    ),
+    (
         "the rollout's or engine's `mesh` decides on which devices it runs; `tp_size` and "
         "`data_parallel_size` share them out",
-        "pipeline_parallel_size pp_size expert_parallel_size ep_size enable_expert_parallel "
-        "enable_dp_attention "
+        "pipeline_parallel_size pp_size enable_dp_attention "
         "device device_indexes nnodes node_rank dist_init_addr dist_timeout "
         "distributed_executor_backend disable_custom_all_reduce all2all_backend moe_backend "
         "enable_single_process",

@@ -123,6 +123,52 @@ class RopeConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Multi-head latent attention: pages hold one latent a token for all heads (DeepSeek-V2, 2024).
+
+    Keys and values of a head are projections of the latent. A key has a rotary part too, which is
+    the same for all heads. `ModelConfig.head_dim` is what pages hold: the latent and this part.
+
+    Attributes:
+        rank: Channels of the latent.
+        query_rank: Channels of the latent that queries are made of; None for the hidden states.
+        nope_dim: Channels of a query and a key without rotary embedding.
+        rope_dim: Channels with it.
+        value_dim: Channels of a value.
+        norm_eps: Added to the mean square in the norms of latents.
+        is_interleaved: Whether neighbouring channels are rotated as a pair, and not the first half
+            against the second.
+    """
+
+    rank: int
+    query_rank: int | None
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    norm_eps: float
+    is_interleaved: bool
+
+    def __post_init__(self) -> None:
+        """Raises InvalidConfigError naming the field."""
+        for name in ("rank", "nope_dim", "rope_dim", "value_dim"):
+            check_count(name, getattr(self, name))
+        if self.query_rank is not None:
+            check_count("query_rank", self.query_rank)
+        require(self.rope_dim % 2 == 0, "rope_dim", self.rope_dim, "even (rotary embedding)")
+        check_positive("norm_eps", self.norm_eps)
+
+    @property
+    def query_dim(self) -> int:
+        """Channels of a head's query."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def page_dim(self) -> int:
+        """Numbers that a page has of a token."""
+        return self.rank + self.rope_dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """How attention differs from softmax(q k / sqrt(head_dim)) over all keys.
 
@@ -141,6 +187,7 @@ class AttentionConfig:
         kv_layers: For each layer, the layer whose keys and values it reads; empty when each reads
             its own.
         rope_layers: Whether each layer has the rotary embedding (SmolLM3); empty when all have.
+        latent: Keys and values that are made of latents; None for others.
     """
 
     scale: float | None = None
@@ -152,6 +199,7 @@ class AttentionConfig:
     full_values_are_keys: bool = False
     kv_layers: tuple[int, ...] = ()
     rope_layers: tuple[bool, ...] = ()
+    latent: LatentConfig | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidConfigError naming the field."""
@@ -182,9 +230,47 @@ class AttentionConfig:
         """Whether a layer's attention has the sliding window."""
         return bool(self.sliding_layers) and self.sliding_layers[layer]
 
+    @property
+    def has_values(self) -> bool:
+        """Whether the cache holds values beside keys; it does not where both are of latents."""
+        return self.latent is None
+
     def rotates(self, layer: int) -> bool:
         """Whether a layer's queries and keys have the rotary embedding."""
         return not self.rope_layers or self.rope_layers[layer]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """How a router chooses experts, beyond the most probable ones.
+
+    Attributes:
+        is_sigmoid: Whether scores are sigmoids of the logits, and not their softmax (DeepSeek-V3).
+        has_choice_bias: Whether a bias is added to scores for the choice alone.
+        num_groups: Equal groups of experts, of which each token takes `num_chosen_groups`.
+        num_chosen_groups: Those whose best experts have the highest sum of scores.
+        num_group_scores: How many of a group's best experts are in that sum.
+        scale: Multiplies the experts' factors.
+    """
+
+    is_sigmoid: bool = False
+    has_choice_bias: bool = False
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    num_group_scores: int = 1
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Raises InvalidConfigError naming the field."""
+        for name in ("num_groups", "num_chosen_groups", "num_group_scores"):
+            check_count(name, getattr(self, name))
+        require(
+            self.num_chosen_groups <= self.num_groups,
+            "num_chosen_groups",
+            self.num_chosen_groups,
+            f"at most num_groups ({self.num_groups})",
+        )
+        check_positive("scale", self.scale)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -200,8 +286,11 @@ class MoEConfig:
             its output (Gemma 4).
         routes_experts_input: Beside an MLP: whether the router sees the experts' input, after their
             norm (as Tunix 0.1.7 computes Gemma 4), or the hidden states.
-        shared_size: Channels of an expert that every token goes through, times a gate of its own
-            (Qwen3-Next); 0 without one.
+        shared_size: Channels of an expert that every token goes through; 0 without one.
+        has_shared_gate: Whether its output is multiplied by a gate of its own (Qwen3-Next).
+        num_dense_layers: The first layers, which have an MLP of `ModelConfig.intermediate_size` in
+            the place of experts (DeepSeek).
+        router: How experts are chosen.
         has_bias: Whether the router and the projections of the experts add biases (gpt-oss).
         swiglu_limit: Bound of an expert's gate from above, and of the other projection on both
             sides, whose product is that of gpt-oss; None for the model's activation.
@@ -216,6 +305,9 @@ class MoEConfig:
     shared_size: int = 0
     has_bias: bool = False
     swiglu_limit: float | None = None
+    has_shared_gate: bool = True
+    num_dense_layers: int = 0
+    router: RouterConfig = RouterConfig()
 
     def __post_init__(self) -> None:
         """Raises InvalidConfigError naming the field."""
@@ -228,8 +320,27 @@ class MoEConfig:
             f"at most num_experts ({self.num_experts})",
         )
         check_count("shared_size", self.shared_size, low=0)
+        check_count("num_dense_layers", self.num_dense_layers, low=0)
+        self._check_groups()
         if self.swiglu_limit is not None:
             check_positive("swiglu_limit", self.swiglu_limit)
+
+    def _check_groups(self) -> None:
+        num_groups = self.router.num_groups
+        require(
+            self.num_experts % num_groups == 0,
+            "num_groups",
+            num_groups,
+            f"a divisor of num_experts ({self.num_experts})",
+        )
+        size = self.num_experts // num_groups
+        num_scores, num_seen = self.router.num_group_scores, size * self.router.num_chosen_groups
+        require(
+            num_scores <= size, "num_group_scores", num_scores, f"at most those of a group: {size}"
+        )
+        limit = f"at most the experts of num_chosen_groups: {num_seen}"
+        given = self.num_experts_per_token
+        require(given <= num_seen, "num_experts_per_token", given, limit)
 
     @property
     def id_dtype(self) -> str:
@@ -403,13 +514,18 @@ class ModelConfig:
             num_marked = len(self.linear_attention.layers)
             expected = f"num_layers ({self.num_layers})"
             require(num_marked == self.num_layers, "len(layers)", num_marked, expected)
+        latent = self.attention.latent
+        if latent is not None:
+            expected = KVShape(1, latent.page_dim)
+            given = KVShape(self.num_kv_heads, self.head_dim)
+            require(given == expected, "(num_kv_heads, head_dim)", (*given,), f"{(*expected,)}")
         full = self.attention.full_kv or self
         for rope, head_dim in (
             (self.rope, full.head_dim),
             (self.attention.sliding_rope, self.head_dim),
         ):
             if rope is not None:
-                self._check_rope(rope, head_dim)
+                self._check_rope(rope, head_dim if latent is None else latent.rope_dim)
 
     def _check_rope(self, rope: RopeConfig, head_dim: int) -> None:
         size = rope.rotary_dim or head_dim
@@ -446,6 +562,10 @@ class ModelConfig:
         """The layers with their own keys and values, in order; only these are in the cache."""
         layers = range(self.num_layers)
         return tuple(i for i in layers if self.kv_layer(i) == i and not self.has_state(i))
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return self.moe is not None and layer >= self.moe.num_dense_layers
 
     def has_state(self, layer: int) -> bool:
         """Whether a layer keeps a recurrent state instead of keys."""

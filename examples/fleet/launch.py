@@ -29,6 +29,9 @@ from tunix_sgljax.training.report import StepRecord
 ROOT = Path(__file__).resolve().parents[2]
 EXIT_INTERRUPTED = 130
 
+_MORE_STEPS = 10_000
+"""More than a run of some minutes takes: Tunix's learner stops behind the config's own."""
+
 LIMITS = {"request_timeout_s": 60.0, "sync_timeout_s": 60.0, "outage_timeout_s": 300.0}
 """Fields of FleetConfig. A completion takes seconds here; a worker that starts, about twenty."""
 
@@ -71,7 +74,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def read_config(args: argparse.Namespace) -> TrainConfig:
     """Returns the run of grpo_addition.yaml with what the command line changes."""
-    given = {"num_batches": args.steps, "seed": args.seed, "output_dir": args.output_dir}
+    steps = args.steps
+    if steps is None and args.minutes is not None:
+        steps = _MORE_STEPS
+    given = {"num_batches": steps, "seed": args.seed, "output_dir": args.output_dir}
     overrides = [f"{key}={value}" for key, value in given.items() if value is not None]
     overrides += args.overrides
     return load_config(ROOT / "configs/grpo_addition.yaml", overrides)

@@ -5,8 +5,8 @@
     python examples/fleet/ray_fleet.py --kill-every 5 --minutes 10
 
 Ray makes an actor again that died (`max_restarts=-1`) and calls `serve` again (`max_task_retries`),
-with the same port. Not run to its end yet: Ray's own start timed out on a machine with too much
-other work. This script starts a Ray of its own on this machine. On a cluster give actors
+with the same port. This script starts a Ray of its own on this machine, where it has run to its end
+with workers killed every 10 s. On a cluster, which has not been tried, give actors
 what a server needs (`num_gpus=1`, `resources={"TPU": 4}`), workers a --host that others reach,
 with keys, and a router to join, since an actor may come back on another machine.
 """

@@ -31,7 +31,7 @@ def train(
         make_rollout: Makes the rollout from Tunix's keywords.
         audit: Counts the rows.
         on_step: Gets each step's record.
-        limit_s: Seconds after which no further step is started; None trains all batches.
+        limit_s: Seconds after which no further step is started, if batches are left; None for none.
     """
     made: list[SglJaxRollout] = []
 
@@ -52,14 +52,9 @@ def train(
 
 
 def _batches(config: TrainConfig, limit_s: float | None) -> Iterator[Any]:
-    """Batches of problems; those of a run with a limit come from a new seed when they run out."""
+    """Batches of problems, until the limit."""
     deadline = None if limit_s is None else time.monotonic() + limit_s
-    seed = config.seed
-    while True:
-        for batch in problem_batches(config.num_batches, config.batch_size, seed):
-            if deadline is not None and time.monotonic() >= deadline:
-                return
-            yield batch
-        if deadline is None:
+    for batch in problem_batches(config.num_batches, config.batch_size, config.seed):
+        if deadline is not None and time.monotonic() >= deadline:
             return
-        seed += 1
+        yield batch

@@ -35,6 +35,7 @@ from tests.adapter.helpers import (
 )
 from tests.geometry import CHUNKED
 from tunix_sgljax import SglJaxRollout
+from tunix_sgljax.rollout_config.engine_options import ask_options
 
 FIELDS = {field.name: field for field in dataclasses.fields(RolloutConfig)}
 
@@ -321,9 +322,17 @@ def test_a_mesh_whose_shape_is_written_down_twice(refuse, make_rollout):
     refuse("data_parallel_size 3 must share", mesh=mesh, config={"data_parallel_size": 3})
 
 
-def test_expert_parallel_size_is_one(refuse, make_rollout):
-    refuse("expert_parallel_size must be 1.*got 2", config={"expert_parallel_size": 2})
-    make_rollout(config={"expert_parallel_size": -1}, strict_config=True)
+def test_expert_parallel_size_divides_the_experts(refuse, make_rollout):
+    field = "expert_parallel_size"
+    refuse(f"{field} .*got 0.*RolloutConfig.{field}", config={field: 0})
+    devices = np.array(jax.devices()[:1] * 8).reshape(4, 2)  # nothing is placed on them here
+    mesh = jax.sharding.Mesh(devices, ("fsdp", "tp"))
+    refuse(f"{field} must be 1 for a model without experts.*got 2", mesh=mesh, config={field: 2})
+    for size, tp_size in ((-1, 2), (1, 2), (4, 8)):  # devices as Tunix counts them
+        config = rollout_config(tensor_parallel_size=2, expert_parallel_size=size)
+        asked = ask_options(config).values
+        assert (asked["tp_size"], asked.get(field, 1)) == (tp_size, max(size, 1))
+    make_rollout(config={field: -1}, strict_config=True)
 
 
 # ------------------------------------------------------------------ tokenizer

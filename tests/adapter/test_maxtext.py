@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +17,15 @@ import numpy as np
 import pytest
 
 from sgljax_engine import (
+    AttentionConfig,
     InvalidConfigError,
     KVShape,
+    MoEConfig,
     Rule,
     ScaleConfig,
     UnsupportedModelError,
     WeightSyncError,
+    YarnScaling,
 )
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.weights.forms import Form
@@ -195,6 +199,55 @@ def test_gated_delta_nets_in_cycles(name, layer, module, index):
     np.testing.assert_array_equal(made[f"{ours}linear_attn.conv1d.weight"], convolution[:, 0].T)
 
 
+@pytest.mark.parametrize(
+    ("name", "layer", "ours", "theirs", "index"),
+    [
+        ("gpt-oss-20b-scanned-tied", 3, "self_attn.sinks", "1.GptOssAttention.sinks", 1),
+        ("gpt-oss-20b-scanned-tied", 2, "mlp.router.bias", "0.GptOssMlp.gate.bias", 1),
+        ("gpt-oss-20b-scanned-tied", 1, "mlp.experts.gate_proj.bias", "1.GptOssMlp.wi_0_bias", 0),
+        ("gpt-oss-20b-scanned-tied", 1, "mlp.experts.up_proj.weight", "1.GptOssMlp.wi_1", 0),
+        ("gpt-oss-20b-scanned-tied", 0, "self_attn.o_proj.bias", "0.GptOssAttention.out.bias", 0),
+        ("olmo3-7b-scanned-tied", 6, "self_attn.k_norm.weight", "2.attention.key_norm.scale", 1),
+        (
+            "olmo3-7b-scanned-tied",
+            3,
+            "post_feedforward_layernorm.weight",
+            "3.post_mlp_layer_norm.scale",
+            0,
+        ),
+    ],
+)
+def test_cycles_of_gpt_oss_and_olmo3(name, layer, ours, theirs, index):
+    source, made = synced(name)
+    their = source[f"base.decoder.layers.layers_{theirs}"][:, index]
+    np.testing.assert_array_equal(made[f"model.layers.{layer}.{ours}"], their)
+
+
+def test_mixtrals_experts():
+    source, made = synced("mixtral-8x7b-scanned-tied")
+    for ours, theirs in {
+        "gate.weight": "gate.kernel",
+        "experts.gate_proj.weight": "wi_0",
+        "experts.up_proj.weight": "wi_1",
+    }.items():
+        their = source[f"base.decoder.layers.MoeBlock_0.{theirs}"][:, 2]
+        np.testing.assert_array_equal(made[f"model.layers.2.mlp.{ours}"], their)
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_latents(layer):
+    """The dense layer and those with experts, which MaxText stacks apart."""
+    name = "deepseek2-16b-scanned-tied"
+    source, made = synced(name)
+    stack, index = [("dense_layers", 0), ("moe_layers", 0), ("moe_layers", 1)][layer]
+    up = source[f"base.decoder.{stack}.self_attention.wkv_b.kernel"][:, index]
+    ours, nope_dim = f"model.layers.{layer}.self_attn", 12
+    for head in range(4):
+        keys, values = up[:, head, :nope_dim], up[:, head, nope_dim:]
+        np.testing.assert_array_equal(made[f"{ours}.k_b_proj.weight"][head], keys.T)
+        np.testing.assert_array_equal(made[f"{ours}.v_b_proj.weight"][head], values)
+
+
 @pytest.mark.slow
 def test_layers_may_be_stacked_first():
     name = "gemma4-31b-scanned-tied"
@@ -331,9 +384,101 @@ class TestModel:
         with pytest.raises(UnsupportedModelError, match="num_kv_shared_layers=8 leaves"):
             self.model("gemma4-e2b-flat-head", num_kv_shared_layers=8)
 
+    def test_gpt_oss(self):
+        model = self.model("gpt-oss-20b-scanned-tied")
+        moe, attention = model.moe, model.attention
+        assert moe is not None
+        assert (moe.intermediate_size, moe.swiglu_limit, moe.has_bias) == (48, 7.0, True)
+        assert model.attention_bias
+        # Queries are scaled in MaxText's graph, not in its weights.
+        assert (attention.scale, attention.sliding_window) == (None, 8)
+        assert attention.sliding_layers == (True, False) * 2
+
+    def test_mixtral(self):
+        """Experts are as wide as `mlp_dim`; a window and biases of attention are not read."""
+        name = "mixtral-8x7b-flat-head"
+        model = self.model(name, sliding_window_size=8, attention_bias=True)
+        assert model == self.model(name)
+        assert model.attention == AttentionConfig(scale=1.0)
+        assert model.moe == MoEConfig(
+            num_experts=8, num_experts_per_token=2, intermediate_size=32, norm_topk_prob=True
+        )
+
+    def test_deepseek2(self):
+        name = "deepseek2-16b-flat-head"
+        model = self.model(name)
+        moe, latent = model.moe, model.attention.latent
+        assert moe is not None
+        assert latent is not None
+        assert (moe.num_dense_layers, moe.norm_topk_prob, moe.has_shared_gate) == (1, False, False)
+        assert (moe.intermediate_size, moe.shared_size, model.intermediate_size) == (32, 64, 96)
+        assert (latent.rank, latent.nope_dim, latent.rope_dim, latent.value_dim) == (24, 12, 8, 16)
+        assert (model.num_kv_heads, model.head_dim) == (1, 32)
+        longer = 20**-0.5 * (0.1 * 0.707 * math.log(4) + 1) ** 2
+        assert model.attention.scale == pytest.approx(longer)
+        assert model.rope.attention_factor == 1.0
+        scaled = self.model(name, routed_scaling_factor=2.5, max_position_embeddings=16)
+        assert scaled.moe is not None
+        assert scaled.moe.router.scale == 2.5
+        assert scaled.attention.scale == pytest.approx(20**-0.5)
+
+    def test_olmo3(self):
+        """YaRN is in all layers, unlike in transformers."""
+        model = self.model("olmo3-7b-scanned-tied")
+        attention = model.attention
+        assert attention.sliding_layers == (True, True, True, False) * 2
+        assert attention.scale is None
+        assert attention.sliding_rope == model.rope
+        assert not model.attention_bias
+        assert self.model("olmo3-7b-flat-head", attention_bias=True).attention_bias
+
+    def test_yarn(self):
+        name = "gpt-oss-20b-flat-head"
+        rope = self.model(name).rope
+        assert rope.theta == 150_000.0
+        yarn = YarnScaling(
+            factor=4.0,
+            beta_fast=32.0,
+            beta_slow=1.0,
+            original_context_length=16,
+            truncate=False,
+        )
+        assert rope.yarn == yarn
+        assert rope.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
+        assert self.model(name, rope_attention_scaling=False).rope.attention_factor == 1.0
+        assert self.model(name, rope_factor=1).rope.attention_factor == 1.0
+        assert self.model("olmo3-7b-flat-head").rope.yarn == dataclasses.replace(
+            yarn, truncate=True
+        )
+        # MaxText has a table of so many positions.
+        assert self.model(name, max_position_embeddings=40).context_length == 40
+        # Any of Llama's kin may have it.
+        fields = {key: x for key, x in GOLDENS[name]["config"].items() if key in _YARN_FIELDS}
+        assert self.model("qwen3-0.6b-flat-head", **fields).rope.yarn == yarn
+
+
+_YARN_FIELDS = (
+    "beta_fast",
+    "beta_slow",
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+    "rope_attention_scaling",
+    "rope_factor",
+    "rope_interleave",
+    "rope_truncate",
+    "rope_type",
+)
 
 REFUSED = [
-    ("qwen3-0.6b-flat-head", "decoder_block", "deepseek"),
+    ("qwen3-0.6b-flat-head", "decoder_block", "deepseek4"),
+    ("deepseek2-16b-flat-head", "model_name", "deepseek3-671b"),
+    ("deepseek2-16b-flat-head", "attention_type", "global"),
+    ("deepseek2-16b-flat-head", "q_lora_rank", 16),
+    ("deepseek2-16b-flat-head", "use_indexer", True),
+    ("deepseek2-16b-flat-head", "rope_type", "default"),
+    ("deepseek2-16b-flat-head", "rope_interleave", False),
+    ("deepseek2-16b-flat-head", "routed_score_func", "sigmoid"),
+    ("deepseek2-16b-flat-head", "first_num_dense_layers", 3),
     ("qwen3-0.6b-flat-head", "attention_sink", True),
     ("qwen3-0.6b-flat-head", "attention_type", "mla"),
     ("qwen3-0.6b-flat-head", "fused_qkv", True),
@@ -344,7 +489,21 @@ REFUSED = [
     ("qwen3-0.6b-flat-head", "weight_dtype", "float8_e4m3fn"),
     ("qwen3-0.6b-flat-head", "use_multimodal", True),
     ("qwen3-0.6b-flat-head", "using_pipeline_parallelism", True),
-    ("qwen3-0.6b-flat-head", "rope_type", "yarn"),
+    ("gemma3-4b-flat-head", "rope_type", "yarn"),
+    ("qwen3-next-80b-a3b-flat-head", "rope_type", "yarn"),
+    ("gpt-oss-20b-flat-head", "rope_interleave", True),
+    ("gpt-oss-20b-flat-head", "attention_sink", False),
+    ("gpt-oss-20b-flat-head", "mlp_bias", False),
+    ("gpt-oss-20b-flat-head", "routed_bias", False),
+    ("gpt-oss-20b-flat-head", "mlp_activations", ["silu", "linear"]),
+    ("gpt-oss-20b-flat-head", "mlp_activations_limit", -1.0),
+    ("gpt-oss-20b-flat-head", "inhomogeneous_layer_cycle_interval", 1),
+    ("gpt-oss-20b-scanned-tied", "num_decoder_layers", 3),
+    ("mixtral-8x7b-flat-head", "mlp_bias", True),
+    ("mixtral-8x7b-flat-head", "capacity_factor", 1.25),
+    ("olmo3-7b-flat-head", "use_qk_norm", False),
+    ("olmo3-7b-flat-head", "model_name", "qwen3-0.6b"),
+    ("olmo3-7b-scanned-tied", "num_decoder_layers", 6),
     ("qwen3-0.6b-flat-head", "rope_type", "llama3.1"),
     ("qwen3-0.6b-flat-head", "use_qk_norm", False),
     ("qwen3-0.6b-flat-head", "mtp_num_layers", 1),

@@ -23,32 +23,45 @@ def shape(*sizes, dtype=jnp.int32):
     return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
 
 kernel, head_dim, dtype, more_keys = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-scores = paged_attention.Scores(0.1, 600, 50.0)
-pages = shape(1024, 4, 16, head_dim, dtype=dtype)
+scores, sinks = paged_attention.Scores(0.1, 600, 50.0), ()
+num_heads, num_kv_heads = 8, 4
+if sys.argv[5:]:  # as gpt-oss
+    scores, sinks = paged_attention.Scores(0.125, 128), (shape(64, dtype=jnp.float32),)
+    num_heads, num_kv_heads = 64, 8
+pages = shape(1024, num_kv_heads, 16, head_dim, dtype=dtype)
 table, kv_lens = shape(64, 128), shape(64)
 if kernel == "decode":
-    heads = [shape(64, count, head_dim, dtype=dtype) for count in (8, 4, 4)]
-    norm = shape(head_dim, dtype=jnp.float32)
+    heads = [shape(64, count, head_dim, dtype=dtype) for count in (num_heads, *[num_kv_heads] * 2)]
+    norms = () if sinks else (shape(head_dim, dtype=jnp.float32),)
     angles = shape(64, head_dim // 2, dtype=jnp.float32)
 
-    def run(q, k, v, sin, cos, weight, k_pages, v_pages, *tables):
-        norms = decode_attention.HeadNorms(weight, weight, 1e-6, 0.0)
+    def run(heads, angles, norms, pages, tables, sinks):
+        norms = decode_attention.HeadNorms(*norms, *norms, 1e-6, 0.0) if norms else None
         return decode_attention.decode_attention(
-            q, k, v, (sin, cos), norms, (k_pages, v_pages), *tables, scores
+            *heads, angles, norms, pages, *tables, scores, *sinks
         )
 
-    args = (*heads, angles, angles, norm, pages, pages, table, kv_lens)
+    args = (heads, (angles, angles), norms, (pages, pages), (table, kv_lens), sinks)
+elif kernel.startswith("latents"):
+    num_queries = 1 if kernel == "latents, decode" else 16
+    pages = shape(1024, 1, 16, head_dim, dtype=dtype)
+
+    def run(q, k, *tables):
+        return paged_attention.paged_attention(q, k, None, *tables, scores)
+
+    q = shape(64, num_queries, 16, head_dim, dtype=dtype)
+    args = (q, pages, table, shape(64, num_queries), kv_lens)
 else:
-    q = shape(64, 16, 8, head_dim, dtype=dtype)
+    q = shape(64, 16, num_heads, head_dim, dtype=dtype)
 
-    def run(*args):
+    def run(args, sinks):
         if kernel == "paged":
-            return paged_attention.paged_attention(*args, scores)
-        tiling = prefill_attention.choose_prefill_tiling(q.shape, 4)
+            return paged_attention.paged_attention(*args, scores, *sinks)
+        tiling = prefill_attention.choose_prefill_tiling(q.shape, num_kv_heads)
         tiling = tiling._replace(keys=tiling.keys * more_keys)
-        return prefill_attention.prefill_attention(*args, scores, tiling=tiling)
+        return prefill_attention.prefill_attention(*args, scores, *sinks, tiling=tiling)
 
-    args = (q, pages, pages, table, shape(64, 16), kv_lens)
+    args = ((q, pages, pages, table, shape(64, 16), kv_lens), sinks)
 text = jax.jit(run).lower(*args).compile().as_text()
 assert text.count("__gpu$xla.gpu.triton") == 1, text
 """
@@ -66,10 +79,21 @@ assert text.count("__gpu$xla.gpu.triton") == 1, text
         ("paged", 512, "bfloat16"),
         ("decode", 512, "bfloat16"),
         ("decode", 512, "float32"),
+        ("latents", 576, "bfloat16"),
+        ("latents, decode", 576, "bfloat16"),
     ],
 )
 def test_attention_spills_no_registers(kernel, head_dim, dtype):
     done = run_compiler("-c", SCRIPT, kernel, head_dim, dtype, 1)
+    assert done.returncode == 0, done.stderr
+
+
+@needs_cuda_plugin
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["prefill", "paged", "decode"])
+def test_attention_with_sinks_spills_no_registers(kernel):
+    """One kernel too: it starts with the sinks."""
+    done = run_compiler("-c", SCRIPT, kernel, 64, "bfloat16", 1, "sinks")
     assert done.returncode == 0, done.stderr
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
-from sgljax_engine import FOREIGN_OPTIONS, EngineConfig, InvalidConfigError, SamplingParams
+from sgljax_engine import FOREIGN_OPTIONS, EngineConfig, SamplingParams
 from tests.docs import doc_blocks
 from tunix_sgljax import sampling
 from tunix_sgljax.rollout_config.checks import check_fields
@@ -91,12 +91,10 @@ def test_the_page_has_every_field_once():
     text = maker.OUTPUT.read_text(encoding="utf-8")
     tables = text.partition("<!-- fields:")[2].partition("### Names of engine options")[0]
     set_here, _, unread = tables.partition("### Without a meaning")
-    rows = re.findall(
-        r"^\| `(\w+)` \| (?:\*(accepted|checked)\*: )?(.+) \|$", set_here, re.MULTILINE
-    )
+    rows = re.findall(r"^\| `(\w+)` \| (?:\*(accepted)\*: )?(.+) \|$", set_here, re.MULTILINE)
     kinds = {name: field.treatment for name, field in FIELDS.items()}
     assert [(name, kind) for name, kind, _ in rows] == [
-        (name, kind if kind in ("accepted", "checked") else "")
+        (name, kind if kind == "accepted" else "")
         for name, kind in kinds.items()
         if kind != "named"
     ]
@@ -122,12 +120,6 @@ def test_named(name):
     config = config_with(name)
     assert check_fields(config) == {f"{name}={getattr(config, name)!r}": FIELDS[name].text}
     assert asked(config) == asked(RolloutConfig())
-
-
-@pytest.mark.parametrize("name", names_of("checked"))
-def test_checked(name):
-    with pytest.raises(InvalidConfigError, match=rf"RolloutConfig\.{name}\b"):
-        check_fields(config_with(name))
 
 
 @pytest.mark.parametrize("name", names_of("mapped", "translated", "accepted"))

@@ -76,9 +76,7 @@ def check_memory(engine: Engine, model: ModelConfig, mesh: Mesh) -> None:
         shards = [shard.data.shape for shard in layer.k.addressable_shards]
         assert len(shards) == tp_size
         assert {shard[1] for shard in shards} == {max(shape.num_heads // tp_size, 1)}
-    held = sum(
-        shard.data.nbytes for layer in layers for x in layer for shard in x.addressable_shards
-    )
+    held = sum(shard.data.nbytes for x in jax.tree.leaves(layers) for shard in x.addressable_shards)
     assert held == report.kv_bytes
     assert preview_engine(model, mesh=mesh).weights_bytes == report.weights_bytes
 

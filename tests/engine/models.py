@@ -7,16 +7,19 @@ import dataclasses
 import numpy as np
 
 from sgljax_engine import (
+    LatentConfig,
     LinearAttentionConfig,
     LoraRule,
     ModelConfig,
     MoEConfig,
     RopeConfig,
+    RouterConfig,
     SamplingParams,
     WeightRule,
     logical_rules,
 )
 from sgljax_engine.model_config import AttentionConfig, KVShape
+from sgljax_engine.models.latent import K_UP, KV_UP, V_UP
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ParamKind
 from sgljax_engine.models.weight_rules import expert_name
@@ -102,6 +105,73 @@ GPT_OSS = dataclasses.replace(
 )
 """Sinks, windows in every other layer, experts with biases."""
 
+MIXTRAL = dataclasses.replace(
+    TINY_MOE,
+    architecture="MixtralForCausalLM",
+    moe=MoEConfig(
+        num_experts=4, num_experts_per_token=2, intermediate_size=24, norm_topk_prob=True
+    ),
+)
+
+OLMO3 = dataclasses.replace(
+    TINY,
+    architecture="Olmo3ForCausalLM",
+    attention=AttentionConfig(
+        sliding_window=13, sliding_layers=(True, False), sliding_rope=RopeConfig(theta=5e5)
+    ),
+)
+"""Norms behind attention and MLP alone, of q and k over all heads, and windows."""
+
+SMOLLM3 = dataclasses.replace(
+    TINY,
+    architecture="SmolLM3ForCausalLM",
+    tie_word_embeddings=True,
+    attention=AttentionConfig(rope_layers=(True, False)),
+)
+"""A layer without positions."""
+
+NEW_FAMILIES = {"mixtral": MIXTRAL, "olmo": OLMO3, "smollm": SMOLLM3}
+"""Small models of families that share a file with others, or most of their code."""
+
+
+LATENTS = dataclasses.replace(
+    TINY,
+    architecture="DeepseekV3ForCausalLM",
+    num_kv_heads=1,
+    head_dim=32,
+    attention_bias=True,
+    attention=AttentionConfig(
+        scale=0.2,
+        latent=LatentConfig(
+            rank=24,
+            query_rank=20,
+            nope_dim=12,
+            rope_dim=8,
+            value_dim=16,
+            norm_eps=1e-6,
+            is_interleaved=True,
+        ),
+    ),
+    moe=MoEConfig(
+        num_experts=8,
+        num_experts_per_token=3,
+        intermediate_size=24,
+        norm_topk_prob=True,
+        shared_size=24,
+        has_shared_gate=False,
+        num_dense_layers=1,
+        router=RouterConfig(
+            is_sigmoid=True,
+            has_choice_bias=True,
+            num_groups=4,
+            num_chosen_groups=2,
+            num_group_scores=2,
+            scale=1.5,
+        ),
+    ),
+)
+"""As DeepSeek V3: pages of latents, a dense layer, then experts in groups."""
+
 
 HYBRID = dataclasses.replace(
     TINY,
@@ -126,10 +196,16 @@ HYBRID = dataclasses.replace(
 def spread_weights(model: ModelConfig = TINY, seed: int = 0) -> dict[str, np.ndarray]:
     """`logical_weights` as Hugging Face has them: projections are [out, in], experts alone."""
     specs = get_model(model.architecture).param_specs(model)
-    weights = {}
-    for name, w in logical_weights(model, seed).items():
+    weights, logical = {}, logical_weights(model, seed)
+    for name, w in logical.items():
+        if V_UP in name:  # beside the keys' in files
+            continue
         if specs[name].kind is ParamKind.EXPERTS:
             weights |= {expert_name(name, i): np.ascontiguousarray(e.T) for i, e in enumerate(w)}
+        elif specs[name].kind is ParamKind.HEADS:
+            values = logical[name.replace(K_UP, V_UP)].swapaxes(1, 2)
+            both = np.concatenate([w, values], axis=1)
+            weights[name.replace(K_UP, KV_UP)] = both.reshape(-1, both.shape[2])
         else:
             weights[name] = np.ascontiguousarray(w.T) if specs[name].kind.is_projection else w
     return weights

@@ -49,6 +49,14 @@ KINDS = {
     "hybrid": Kind(models.HYBRID),
     "experts": Kind(models.TINY_MOE),
     "sinks": Kind(models.GPT_OSS),
+    **{name: Kind(model) for name, model in models.NEW_FAMILIES.items()},
+    "adapters, drafts beside sinks": Kind(
+        models.GPT_OSS,
+        (("max_loras", 1), ("max_lora_rank", 4), ("speculation", "always")),
+        ("update", "pause", "sleep", "adapter", "flush"),
+        ("one",),
+    ),
+    "latents": Kind(models.LATENTS),
 }
 
 

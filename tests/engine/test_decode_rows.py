@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -52,18 +54,38 @@ class TestGroups:
             request.output_ids.extend([0] * count)
         return requests
 
-    def test_samples_of_a_prompt_fill_units(self):
-        requests = self.requests([1, 2] * 5, [1] * 8 + [1, 3])
-        # The ninth row of prompt 2 is its longest; a unit holds four.
-        assert decode_order(requests, 16) == [9, 1, 3, 5, 0, 2, 4, 6, 7, 8]
+    def test_samples_of_a_prompt_are_neighbours(self):
+        requests = self.requests([1, 2] * 5 + [3], [1] * 8 + [1, 3, 9])
+        # Prompt 2 has the longest row of those that share pages; nobody has prompt 3's.
+        assert decode_order(requests, 16) == [9, 1, 3, 5, 7, 0, 2, 4, 6, 8, 10]
 
-    def test_the_unit_with_the_longest_row_comes_first(self):
-        requests = self.requests([1] * 4 + [2] * 4, [1, 1, 1, 1, 2, 9, 2, 2])
-        assert decode_order(requests, 16) == [5, 4, 6, 7, 0, 1, 2, 3]
+    def test_prompts_that_begin_alike_are_neighbours_too(self):
+        requests = self.requests([1, 2, 3, 1, 2, 3], [1] * 6, num_pages=8)
+        for request in requests:
+            request.prompt_ids = request.prompt_ids * 2
+        for i in (2, 5):  # prompt 3 has the first half of prompt 1
+            requests[i].pages[:4] = requests[0].pages[:4]
+        assert decode_order(requests, 16) == [0, 3, 2, 5, 1, 4]
 
-    def test_too_few_samples_go_by_length(self):
-        requests = self.requests([1, 2, 1, 2, 1, 2], [1, 2, 3, 4, 5, 6])
-        assert decode_order(requests, 16) == [5, 4, 3, 2, 1, 0]
+    def test_the_order_of_random_trees_of_prompts(self):
+        """Rows that share a prefix of whole chunks are neighbours at every level of the tree."""
+        rng = np.random.default_rng(0)
+        for _ in range(50):
+            requests = make_requests(*[300] * 24)
+            ids: dict[tuple[int, ...], int] = {}
+            for row, request in enumerate(requests):
+                path = tuple(rng.integers(0, 2, 5).tolist())
+                for page in range(18):
+                    prefix = path[: 1 + (page >= 4) + (page >= 8) + (page >= 16)]
+                    request.pages.append(ids.setdefault((page, *prefix), len(ids)))
+                request.pages.append(10_000 + row)
+            order = decode_order(requests, 16)
+            assert sorted(order) == list(range(24))
+            for num_pages in (4, 8, 16, 18):
+                seen = [tuple(requests[i].pages[:num_pages]) for i in order]
+                changes = sum(a != b for a, b in itertools.pairwise(seen))
+                alone = sum(seen.count(each) == 1 for each in set(seen))
+                assert changes <= len(set(seen)) - 1 + alone
 
     def test_prompts_shorter_than_a_chunk_are_not_shared(self):
         requests = self.requests([1, 2] * 4, [1] * 8, num_pages=3)

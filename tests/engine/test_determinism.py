@@ -30,7 +30,9 @@ from tests.engine.determinism_cases import (
 from tests.engine.exactness_checks import check_bits
 from tests.engine.models import (
     GPT_OSS,
+    LATENTS,
     MIXED_HEADS,
+    NEW_FAMILIES,
     SHARED_KEYS,
     TINY,
     spread_weights,
@@ -166,6 +168,8 @@ def test_the_requests_differ():
         pytest.param(MIXED_HEADS, id="mixed heads", marks=pytest.mark.soak),
         pytest.param(SHARED_KEYS, id="shared keys", marks=pytest.mark.soak),
         pytest.param(GPT_OSS, id="sinks", marks=pytest.mark.soak),
+        *(pytest.param(x, id=name, marks=pytest.mark.soak) for name, x in NEW_FAMILIES.items()),
+        pytest.param(LATENTS, id="latents", marks=pytest.mark.soak),
     ],
 )
 def test_a_few_requests(model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,7 +15,6 @@ from sgljax_engine.attention.cpu import NativeAttention
 from sgljax_engine.attention.pallas import PallasAttention
 from sgljax_engine.attention.tpu import TpuAttention
 from sgljax_engine.attention.xla import XlaAttention
-from sgljax_engine.cache.kv_pages import LayerKV
 from tests.engine.paged_cases import RaggedCase, case_of
 from tests.tiers import tiered
 
@@ -50,7 +50,7 @@ def case_without(name: str, head_dim: int) -> tuple[RaggedCase, AttentionOptions
         table[block, :first] = null
         num_freed += first
     assert num_freed > 0
-    layer = LayerKV(*(pages.at[null].set(0) for pages in case.layer))
+    layer = jax.tree.map(lambda pages: pages.at[null].set(0), case.layer)
     tables = case.tables._replace(page_table=jnp.asarray(table))
     return case._replace(layer=layer, tables=tables), options
 

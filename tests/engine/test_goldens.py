@@ -28,7 +28,7 @@ FAST = (
 SLOW = (
     *("gemma_mqa", "gemma3_window", "gemma4_multimodal_keys_as_values", "gemma4_shared_keys"),
     *("mistral_window", "qwen3_moe_odd_sharded", "mixtral_window", "olmo2_yarn", "olmo3_window"),
-    "gpt_oss_window",
+    *("gpt_oss_window", "deepseek_v2_groups", "deepseek_v3_groups"),
 )
 """Those of the slow tier: with these each family has one. The others are of the soak."""
 
@@ -41,10 +41,11 @@ PLAIN = [name for name in FOLDERS if not name.startswith(("qwen3_next", "qwen3_5
 PORTABLE = (
     *("qwen2_bias_untied", "gemma2_window", "gemma4_shared_keys"),
     *("gemma4_multimodal_keys_as_values", "qwen3_moe_odd_sharded", "olmo2_yarn"),
-    "gpt_oss_window",
+    *("gpt_oss_window", "deepseek_v2_groups", "deepseek_v3_groups"),
     *("qwen3_5_equal_heads", "qwen3_next_tied"),
 )
-"""One for each mechanism of XLA's code: biases, windows, caps, keys, experts, norms, sinks."""
+"""One for each mechanism of XLA's code: biases, windows, caps, keys, experts, norms, sinks, states,
+latents."""
 
 
 @pytest.fixture(scope="module", params=tiered(PLAIN, FAST, SLOW))

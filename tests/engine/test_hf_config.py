@@ -16,6 +16,7 @@ from sgljax_engine import (
     ModelConfig,
     MoEConfig,
     RopeConfig,
+    RouterConfig,
     UnsupportedModelError,
     YarnScaling,
     model_config_from_hf,
@@ -37,6 +38,8 @@ FOLDERS = {
     "gemma2": "gemma2_window",
     "gemma3": "gemma3_window",
     "gpt_oss": "gpt_oss_window",
+    "deepseek_v2": "deepseek_v2_groups",
+    "deepseek_v3": "deepseek_v3_groups",
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -73,7 +76,10 @@ def test_llama_2_names_no_base():
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen2", "qwen3", "llama", "mistral", "mixtral", "olmo2", "smollm3", "gemma", "gemma2"],
+    [
+        *("qwen2", "qwen3", "llama", "mistral", "mixtral", "olmo2", "smollm3", "gemma", "gemma2"),
+        *("deepseek_v2", "deepseek_v3"),
+    ],
 )
 def test_default_rope_of_both_generations(family):
     new = read(family, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
@@ -313,6 +319,56 @@ def test_settings_of_gpt_oss():
         model_config_from_hf(config_of("gpt_oss") | {"sliding_window": None})
 
 
+def test_settings_of_deepseek():
+    """Kimi's config.json is V3's with one group."""
+    model = read("deepseek_v3")
+    latent, moe = model.attention.latent, model.moe
+    assert (model.num_kv_heads, model.head_dim) == (1, 32)
+    assert latent is not None
+    assert moe is not None
+    assert (moe.num_dense_layers, moe.shared_size, moe.has_shared_gate) == (1, 40, False)
+    assert model.attention.scale == pytest.approx(20**-0.5 * (0.07 * np.log(8) + 1) ** 2)
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    assert read("deepseek_v3", rope_parameters=plain).attention.scale == 20**-0.5
+    defaults = read("deepseek_v3", n_group=None, topk_group=None, n_routed_experts=256).moe
+    assert defaults is not None
+    router = defaults.router
+    assert (router.num_groups, router.num_chosen_groups) == (8, 4)
+    kimi = read("deepseek_v3", n_group=1, topk_group=1, topk_method="noaux_tc").moe
+    assert kimi is not None
+    assert kimi.router.num_groups == 1
+    assert read("deepseek_v3", first_k_dense_replace=2).moe is None
+    assert read("deepseek_v3", num_nextn_predict_layers=1) == model
+    given = read("deepseek_v2", topk_method="greedy").moe
+    assert given is not None
+    assert given.router == RouterConfig(scale=1.5)
+    without = model_config_from_hf(config_of("deepseek_v3") | {"q_lora_rank": None})
+    assert without.attention.latent == dataclasses.replace(latent, query_rank=None)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "error", "message"),
+    [
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, UnsupportedModelError, "topk_method='noaux"),
+        ("deepseek_v2", {"norm_topk_prob": True}, UnsupportedModelError, "norm_topk_prob=True"),
+        ("deepseek_v3", {"topk_method": "greedy"}, UnsupportedModelError, "topk_method='greedy'"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, UnsupportedModelError, "scoring_func="),
+        ("deepseek_v3", {"moe_layer_freq": 2}, UnsupportedModelError, "moe_layer_freq=2"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, InvalidConfigError, "num_key_value_heads must"),
+        ("deepseek_v3", {"n_group": 3}, InvalidConfigError, "num_groups must be a divisor"),
+        ("deepseek_v3", {"n_group": 8}, InvalidConfigError, "num_group_scores must be at most"),
+        ("deepseek_v3", {"topk_group": 1}, InvalidConfigError, "num_experts_per_token must be at"),
+        ("deepseek_v3", {"topk_group": 5}, InvalidConfigError, "num_chosen_groups must be at most"),
+        ("deepseek_v2", {"qk_rope_head_dim": 7}, InvalidConfigError, "rope_dim must be even"),
+        ("deepseek_v3", {"head_dim": 20}, UnsupportedModelError, "head_dim=20 .* only 8"),
+        ("deepseek_v3", {"kv_lora_rank": 0}, InvalidConfigError, "rank must be an integer"),
+    ],
+)
+def test_settings_of_deepseek_that_are_refused(family, changes, error, message):
+    with pytest.raises(error, match=message):
+        read(family, **changes)
+
+
 # ------------------------------------------------------------------ refusals
 
 EVERYWHERE = (
@@ -345,7 +401,7 @@ def test_biases_are_those_of_the_familys_class(family, name, caplog):
     """Where transformers' class has no such setting, it has no effect, and a warning says so."""
     without = {
         "attention_bias": ("mistral", "mixtral", "qwen2"),
-        "mlp_bias": FOLDERS.keys() - {"llama", "smollm3"},
+        "mlp_bias": FOLDERS.keys() - {"llama", "smollm3", "deepseek_v2"},
     }
     has_effect = family not in without[name]
     assert getattr(read(family, **{name: True}), name) is has_effect

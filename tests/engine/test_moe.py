@@ -24,6 +24,7 @@ from sgljax_engine.models import mixture
 from sgljax_engine.runner.warmup import warm_calls
 from tests.engine.models import (
     GPT_OSS,
+    NEW_FAMILIES,
     TINY_MOE,
     logical_weights,
     random_prompts,
@@ -147,19 +148,28 @@ def test_sources_with_unlike_rules_are_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("projection", ["mlp.router", "self_attn.o_proj"])
-def test_adapters_of_gpt_oss_are_as_if_merged(projection):
-    """Beside the router's bias, which chooses experts, and beside an attention with sinks."""
+@pytest.mark.parametrize(
+    ("model", "projection"),
+    [
+        (GPT_OSS, "mlp.router"),
+        (GPT_OSS, "self_attn.o_proj"),
+        pytest.param(NEW_FAMILIES["mixtral"], "mlp.gate", marks=pytest.mark.soak),
+        pytest.param(NEW_FAMILIES["olmo"], "self_attn.q_proj", marks=pytest.mark.soak),
+        pytest.param(NEW_FAMILIES["smollm"], "self_attn.k_proj", marks=pytest.mark.soak),
+    ],
+)
+def test_adapters_are_as_if_merged(model, projection):
+    """Beside a router's bias, an attention with sinks, norms of all heads together."""
     rng, name = np.random.default_rng(0), f"model.layers.0.{projection}.weight"
-    weights, prompts = logical_weights(GPT_OSS), random_prompts(4, 5, 30)
+    weights, prompts = logical_weights(model), random_prompts(4, 5, 30)
     num_in, num_out = weights[name].shape
     a, b = rng.normal(0, 0.5, (num_in, 4)), rng.normal(0, 0.5, (4, num_out))
     pair = {"a": a.astype(np.float32), "b": b.astype(np.float32)}
-    rules = (*logical_rules(GPT_OSS), LoraRule(name, "a", "b", 1.0))
+    rules = (*logical_rules(model), LoraRule(name, "a", "b", 1.0))
     options = {**SMALL, "max_loras": 1, "max_lora_rank": 4}
     greedy = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
     with Engine(
-        model_config=GPT_OSS, weights=weights, weight_rules=logical_rules(GPT_OSS), **options
+        model_config=model, weights=weights, weight_rules=logical_rules(model), **options
     ) as engine:
         plain = engine.generate_requests(prompts, greedy)
         engine.load_adapter("one", pair, rules)

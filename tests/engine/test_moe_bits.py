@@ -10,7 +10,7 @@ import pytest
 from sgljax_engine import MoEConfig
 from tests.devices import run_python
 from tests.engine.determinism_cases import ALONE, Way, differing, make_engine, requests, run
-from tests.engine.models import GPT_OSS, HYBRID, TINY_MOE, spread_weights
+from tests.engine.models import GPT_OSS, HYBRID, LATENTS, TINY_MOE, spread_weights
 from tests.engine.native_cases import needs_machine_code
 from tests.geometry import RETRACTING, SMALL
 
@@ -46,6 +46,7 @@ REQUESTS = [
     [
         pytest.param(BITS_MODEL, id="plain"),
         pytest.param(dataclasses.replace(GPT_OSS, vocab_size=64), id="sinks"),
+        pytest.param(dataclasses.replace(LATENTS, vocab_size=64), id="latents"),
         pytest.param(NEXT_MODEL, id="hybrid", marks=pytest.mark.soak),
     ],
 )
@@ -70,7 +71,7 @@ import jax, numpy as np
 from jax.sharding import Mesh
 from sgljax_engine import Engine, SamplingParams
 from tests import inside
-from tests.engine.models import GPT_OSS, TINY_MOE, random_prompts, spread_weights
+from tests.engine.models import GPT_OSS, LATENTS, TINY_MOE, random_prompts, spread_weights
 from tests.geometry import SMALL
 
 TINY_MOE = dataclasses.replace(TINY_MOE, num_layers=1)  # compiled in half the time
@@ -84,7 +85,8 @@ def results(engine):
     return [o.output_ids for o in outputs], np.concatenate([o.logprobs for o in outputs])
 
 for base, count, sharded in (
-    (TINY_MOE, 6, "width"), (TINY_MOE, 8, "experts"), (GPT_OSS, 6, "width"), (GPT_OSS, 8, "experts")
+    (TINY_MOE, 6, "width"), (TINY_MOE, 8, "experts"), (GPT_OSS, 6, "width"),
+    (GPT_OSS, 8, "experts"), (LATENTS, 8, "experts"),
 ):
     model = dataclasses.replace(base, moe=dataclasses.replace(base.moe, num_experts=count))
     weights = spread_weights(model)
@@ -93,8 +95,9 @@ for base, count, sharded in (
         checksums = engine.get_weights_checksum()
     with Engine(model_config=model, weights=weights, mesh=mesh, **SMALL) as engine:
         held = inside.runner(engine).weights
+        layer = f"model.layers.{model.moe.num_dense_layers}"
         (shard,) = {s.data.shape for s in
-                    held["model.layers.0.mlp.experts.gate_proj.weight"].addressable_shards}
+                    held[f"{layer}.mlp.experts.gate_proj.weight"].addressable_shards}
         assert shard == ((6, 32, 6) if sharded == "width" else (2, 32, 24)), shard
         found, got = results(engine)
         assert found == ids, sharded

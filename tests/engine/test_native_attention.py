@@ -80,16 +80,18 @@ def test_writes_what_the_portable_code_writes(sizes, dtype):
         slots[slots < 0] = np.iinfo(np.int32).max
         layer = LayerKV(jnp.copy(pages), jnp.copy(pages))
         wanted = write_kv(LayerKV(pages, pages), k, v, jnp.asarray(slots, jnp.int32))
-        for found, expected in zip(write_at(layer, k, v, slots), wanted, strict=True):
-            np.testing.assert_array_equal(found.astype("float32"), expected.astype("float32"))
+        found = write_at(layer, k, v, slots)
+        for name in ("k", "v"):
+            one, other = (np.asarray(getattr(x, name), np.float32) for x in (found, wanted))
+            np.testing.assert_array_equal(one, other)
 
 
 def test_pages_are_written_in_place():
     pages = jnp.zeros((4, 2, 16, 16))
     layer = LayerKV(pages, jnp.zeros_like(pages))
-    places = [x.unsafe_buffer_pointer() for x in layer]
+    places = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(layer)]
     after = write_at(layer, jnp.ones((2, 2, 16)), jnp.ones((2, 2, 16)), [3, 20])
-    assert [x.unsafe_buffer_pointer() for x in after] == places
+    assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(after)] == places
 
 
 @pytest.mark.parametrize("dtype", tiered(["bfloat16", "float16"], ["bfloat16"]))
@@ -98,8 +100,8 @@ def test_half_width_pages(dtype):
     case = ragged_case(
         [5, 17, 33, 257], page_size=16, num_heads=4, num_kv_heads=2, num_queries=5, head_dim=32
     )
-    half = LayerKV(*(x.astype(dtype) for x in case.layer))
-    wide = LayerKV(*(x.astype("float32") for x in half))
+    half = jax.tree.map(lambda x: x.astype(dtype), case.layer)
+    wide = jax.tree.map(lambda x: x.astype("float32"), half)
     run = jax.jit(NativeAttention().attend, static_argnums=3)
     found, wanted = (run(case.queries, layer, case.tables, DEFAULT) for layer in (half, wide))
     np.testing.assert_array_equal(found, wanted)

@@ -91,7 +91,8 @@ class Prompts:
 
         @jax.jit
         def attend(q: jax.Array, layer: LayerKV, tables: BlockTables) -> jax.Array:
-            return prefill_attention(q, *layer, *tables, Scores(*options), interpret=True)
+            k, v = layer.k, layer.values
+            return prefill_attention(q, k, v, *tables, Scores(*options), interpret=True)
 
         tables = BlockTables(*(x[blocks] for x in self.tables))
         out = attend(self.queries[blocks], self.case.layer, tables)

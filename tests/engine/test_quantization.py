@@ -24,7 +24,7 @@ from sgljax_engine.models.registry import get_model
 from sgljax_engine.placement.shardings import is_quantized
 from sgljax_engine.weights.forms import Quantized
 from tests import inside
-from tests.engine.models import GPT_OSS, TINY, TINY_MOE, random_prompts, spread_weights
+from tests.engine.models import GPT_OSS, SMOLLM3, TINY, TINY_MOE, random_prompts, spread_weights
 from tests.geometry import SMALL
 
 INT8: dict[str, Any] = {"quantization": "int8"}
@@ -37,6 +37,7 @@ MODELS = {
     "untied": TINY,
     "tied": dataclasses.replace(TINY, tie_word_embeddings=True),
     "olmo": dataclasses.replace(TINY, architecture="Olmo2ForCausalLM"),
+    "smollm": SMOLLM3,
 }
 PROMPTS = random_prompts(6, 5, 40)
 
@@ -79,6 +80,7 @@ def _floats(name):
         pytest.param("tied", "xla", marks=pytest.mark.soak),
         pytest.param("untied", "all_xla", marks=pytest.mark.soak),
         pytest.param("olmo", "native", marks=pytest.mark.soak),
+        pytest.param("smollm", "native", marks=pytest.mark.soak),
     ],
 )
 def test_is_the_rounded_model(name, backend):

@@ -11,7 +11,9 @@ from tests.engine.exactness_checks import check_scaled_logprobs
 from tests.engine.interrupts import make_engine
 from tests.engine.models import (
     GPT_OSS,
+    LATENTS,
     MIXED_HEADS,
+    NEW_FAMILIES,
     SHARED_KEYS,
     TINY,
     random_prompts,
@@ -137,8 +139,14 @@ class TestSameBits:
             pytest.param(MIXED_HEADS, "bfloat16", marks=pytest.mark.soak),
             pytest.param(SHARED_KEYS, "bfloat16", marks=pytest.mark.soak),
             pytest.param(GPT_OSS, "float32", marks=pytest.mark.soak),
+            *(pytest.param(x, "float32", marks=pytest.mark.soak) for x in NEW_FAMILIES.values()),
+            pytest.param(LATENTS, "bfloat16", marks=pytest.mark.soak),
         ],
-        ids=["float32", "bfloat16", "mixed heads", "shared keys", "sinks"],
+        ids=[
+            *("float32", "bfloat16", "mixed heads", "shared keys", "sinks"),
+            *NEW_FAMILIES,
+            "latents",
+        ],
     )
     def test_as_decoding(self, model, dtype):
         prompts = [ids for ids in random_prompts(8, 1, 90) for _ in range(4)]

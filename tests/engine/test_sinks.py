@@ -22,8 +22,6 @@ from tests.engine.native_cases import needs_machine_code
 from tests.engine.paged_cases import OPTIONS, RaggedCase, case_of
 from tests.tiers import tiered
 
-QUICK_COMPILE = "interpreted kernels of GPUs and TPUs, which no user compiles for CPUs"
-
 BACKENDS: dict[str, Any] = {
     "xla": XlaAttention(),
     "native": NativeAttention(),

@@ -28,6 +28,8 @@ from tests.engine import test_adapters, test_window_pages
 from tests.engine.determinism_cases import using
 from tests.engine.models import (
     GPT_OSS,
+    LATENTS,
+    NEW_FAMILIES,
     SHARED_KEYS,
     TINY,
     TINY_MOE,
@@ -101,11 +103,17 @@ native = pytest.mark.skipif(
         (SHARED_KEYS, {}),
         (TINY_MOE, {"enable_return_routed_experts": True}),
         (GPT_OSS, {}),
+        *((model, {}) for model in NEW_FAMILIES.values()),
+        (LATENTS, {"enable_return_routed_experts": True}),
         (test_window_pages.MODEL, {}),
         (TINY, {"quantization": "int8", "disable_radix_cache": True}),
         (TINY, {"dtype": "bfloat16"}),
     ],
-    ids=["shared keys", "experts", "sinks", "windows", "int8", "bfloat16"],
+    ids=[
+        *("shared keys", "experts", "sinks"),
+        *NEW_FAMILIES,
+        *("latents", "windows", "int8", "bfloat16"),
+    ],
 )
 def test_models(model, options):
     long = dataclasses.replace(PARAMS[2], max_new_tokens=90, seed=9)

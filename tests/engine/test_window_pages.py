@@ -21,7 +21,6 @@ from sgljax_engine import (
     preview_engine,
 )
 from sgljax_engine.cache.allocator import PageAllocator
-from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.cache.window import NONE, NUM_NULL, WindowPages, WindowSizes
 from tests import inside
 from tests.devices import run_python
@@ -134,7 +133,7 @@ class TestEngine:
             in_windows = kv_memory._static.in_windows
             layers = zip(kv_memory.kv.layers, in_windows, strict=True)
             spoilt = tuple(
-                LayerKV(spoil(layer.k, in_window), spoil(layer.v, in_window))
+                jax.tree.map(lambda pages, in_window=in_window: spoil(pages, in_window), layer)
                 for layer, in_window in layers
             )
             kv_memory.kv = kv_memory.kv._replace(layers=spoilt)

@@ -223,6 +223,18 @@ class TestCommandLine:
             fleet.launch.parse_args(arguments)
         assert said in capsys.readouterr().err
 
+    @pytest.mark.parametrize(
+        ("arguments", "num_batches"),
+        [([], 50), (["--steps", "3"], 3), (["--minutes", "1", "--steps", "3"], 3)],
+    )
+    def test_steps(self, arguments, num_batches):
+        config = fleet.launch.read_config(fleet.launch.parse_args(arguments))
+        assert config.num_batches == num_batches
+
+    def test_minutes_are_not_cut_short_by_the_configs_steps(self):
+        config = fleet.launch.read_config(fleet.launch.parse_args(["--minutes", "10"]))
+        assert config.num_batches >= 1000
+
     def test_is_run_as_a_script(self):
         shown = subprocess.run(
             [sys.executable, "examples/fleet/run.py", "--help"],

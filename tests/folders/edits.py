@@ -24,6 +24,7 @@ PLAIN += ("mixtral", "olmo2", "smollm3")
 HYBRID = tuple(name for name in FAMILIES if name.startswith(("qwen3_5", "qwen3_next")))
 GEMMA3 = ("gemma3", "gemma3_multimodal")
 GEMMA4 = ("gemma4", "gemma4_multimodal", "gemma4_unified")
+DEEPSEEK = ("deepseek_v2", "deepseek_v3")
 WINDOWED = ("gemma2", *GEMMA3, *GEMMA4, "olmo3")
 MULTIMODAL = tuple(name for name, family in FAMILIES.items() if family.is_multimodal)
 TEXT = tuple(name for name in FAMILIES if name not in MULTIMODAL)
@@ -50,6 +51,23 @@ def _put(draft: Draft, **settings: Any) -> None:
     """Sets or removes settings of the language model."""
     for name, value in settings.items():
         draft.drop(name) if value is ABSENT else draft.set(**{name: value})
+
+
+def _latent_edits(each: Callable[..., Iterator[Edit]]) -> Iterator[Edit]:
+    v2, v3 = DEEPSEEK[:1], DEEPSEEK[1:]
+    yield from each("router", v2, "topk_method", ABSENT, "greedy", "noaux_tc", None)
+    yield from each("router", v3, "topk_method", "noaux_tc", "greedy")
+    yield from each("router", DEEPSEEK, "scoring_func", "softmax", "sigmoid")
+    yield from each("router", DEEPSEEK, "norm_topk_prob", ABSENT, None, False, True)
+    yield from each("router", DEEPSEEK, "routed_scaling_factor", ABSENT, 1.0, 0.0)
+    yield from each("router", DEEPSEEK, "num_experts_per_tok", ABSENT, 1, 4, 5)
+    yield from each("groups", DEEPSEEK, "topk_group", ABSENT, 1, 4, 5)
+    yield from each("groups", DEEPSEEK, "n_group", ABSENT, 1, 2, 3, 8)
+    yield from each("heads", DEEPSEEK, "num_key_value_heads", ABSENT, None, 2)
+    yield from each("latents", DEEPSEEK, "rope_interleave", False, True, None)
+    yield from each("latents", DEEPSEEK, "head_dim", 8, 20)
+    yield from each("layers", DEEPSEEK, "num_nextn_predict_layers", 0, 1)
+    yield from each("layers", DEEPSEEK, "moe_layer_freq", 1, 2)
 
 
 def _setting_edits() -> Iterator[Edit]:
@@ -101,6 +119,7 @@ def _setting_edits() -> Iterator[Edit]:
     yield from each("experts", ("mixtral",), "num_experts_per_tok", 1, 4, ABSENT, None)
     yield from each("experts", ("mixtral",), "num_local_experts", ABSENT, 3)
     yield from each("experts", ("mixtral",), "norm_topk_prob", False)
+    yield from _latent_edits(each)
     yield from each("nope", ("smollm3",), "no_rope_layers", ABSENT, None, [0, 1], [1], [1, 0, 1])
     yield from each("nope", ("smollm3",), "no_rope_layers", [1, 2], [True, False], "10")
     yield from each("sparse", ("qwen3_moe", "qwen3_next"), "decoder_sparse_step", 2, 0, None)
@@ -286,6 +305,10 @@ def _layer_edits() -> Iterator[Edit]:
     yield Edit("full_attention_interval=2", "layers", HYBRID, hidden)
 
 
+_SHARED = tuple(f"shared_experts.{name}_proj" for name in ("gate", "up", "down"))
+_DENSE = ("first_k_dense_replace",)
+
+
 def _size_edits() -> Iterator[Edit]:
     def sized(draft: Draft, settings: dict[str, Any], hide: tuple[str, ...]) -> None:
         had_head = draft.family.head in draft.shapes
@@ -313,6 +336,13 @@ def _size_edits() -> Iterator[Edit]:
         ("experts' other name", ("mixtral",), {"num_experts": 4}, ("num_local_experts",)),
         ("head_dim 16", ("mixtral", "olmo2", "olmo3"), {"head_dim": 16}, ()),
         ("kv heads of all", ("olmo2", "olmo3"), {"num_key_value_heads": 4}, ()),
+        ("queries by a latent", ("deepseek_v2",), {"q_lora_rank": 12}, ()),
+        ("queries without", ("deepseek_v3",), {"q_lora_rank": None}, ()),
+        ("all layers dense", DEEPSEEK, {"first_k_dense_replace": 2}, ()),
+        ("no layer dense", DEEPSEEK, {"first_k_dense_replace": 0}, ()),
+        ("dense layers left out", DEEPSEEK, {"first_k_dense_replace": 0}, _DENSE),
+        ("one shared expert", DEEPSEEK, {"n_shared_experts": 1}, ()),
+        ("latents of 512", DEEPSEEK, {"kv_lora_rank": 512}, ("kv_lora_rank",)),
         ("hidden 24", ("llama", "gemma2"), {"hidden_size": HIDDEN - 8, "head_dim": 8}, ()),
     ):
         edit = functools.partial(_call, sized, settings, hide)
@@ -327,9 +357,12 @@ def _size_edits() -> Iterator[Edit]:
     heads, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
     own = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3", "gemma4", "mistral")
     own += ("mixtral", "olmo2", "olmo3", "smollm3")
+    latents = ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")
     for field, families, modules in (
         ("attention_bias", (*own, "qwen3_5", "qwen3_next"), heads),
         ("mlp_bias", ("llama", "qwen3", "smollm3"), mlp),
+        ("attention_bias", DEEPSEEK, latents),
+        ("mlp_bias", DEEPSEEK, ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", *_SHARED)),
     ):
         for is_stored in (True, False):
             edit = functools.partial(_call, biased, field, modules, is_stored)

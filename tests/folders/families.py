@@ -303,6 +303,32 @@ def _gemma4_layer(text: Config, layer: int) -> Shapes:
     return found
 
 
+def _deepseek_layer(text: Config, layer: int) -> Shapes:
+    hidden, heads, rank = text["hidden_size"], text["num_attention_heads"], text["kv_lora_rank"]
+    nope, rope, value = (text[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v"))
+    query = text["q_lora_rank"]
+    found = _norms(text, "input_layernorm", "post_attention_layernorm") | {
+        "self_attn.kv_a_proj_with_mqa.weight": (rank + rope, hidden),
+        "self_attn.kv_a_layernorm.weight": (rank,),
+        "self_attn.kv_b_proj.weight": (heads * (nope + value), rank),
+        "self_attn.o_proj.weight": (hidden, heads * value),
+    }
+    name = "q_proj" if query is None else "q_b_proj"
+    found[f"self_attn.{name}.weight"] = (heads * (nope + rope), query or hidden)
+    if query is not None:
+        found["self_attn.q_a_proj.weight"] = (query, hidden)
+        found["self_attn.q_a_layernorm.weight"] = (query,)
+    if layer < text["first_k_dense_replace"]:
+        return found | _mlp(text, text["intermediate_size"])
+    found["mlp.gate.weight"] = (text["n_routed_experts"], hidden)
+    if "topk_method" not in text:  # V3
+        found["mlp.gate.e_score_correction_bias"] = (text["n_routed_experts"],)
+    width = text["moe_intermediate_size"]
+    for expert in range(text["n_routed_experts"]):
+        found |= _mlp(text, width, f"mlp.experts.{expert}")
+    return found | _mlp(text, width * text["n_shared_experts"], "mlp.shared_experts")
+
+
 _SIGLIP = {
     "model_type": "siglip_vision_model",
     "hidden_size": 16,
@@ -325,6 +351,32 @@ _SHARED = {**_MOE, "shared_expert_intermediate_size": 16}
 _QWEN3_5_MOE = {**_LLAMA, **_NETS, **_SHARED, **_UNTIED}
 del _QWEN3_5_MOE["intermediate_size"]
 _NESTED = "model.language_model."
+
+_DEEPSEEK: Config = {
+    **_LLAMA,
+    **_UNTIED,
+    "num_key_value_heads": HEADS,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 2 * EXPERTS,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "routed_scaling_factor": 1.5,
+    "n_group": 4,
+    "topk_group": 2,
+    "rope_parameters": {
+        **_THETA,
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+    },
+}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", "llama", {**_LLAMA, **_ROPE, **_UNTIED}, _llama_layer),
@@ -454,5 +506,14 @@ FAMILIES: dict[str, Family] = {
         _gemma4_layer,
         "gemma4_unified_text",
         _NESTED,
+    ),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        "deepseek_v2",
+        {**_DEEPSEEK, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
+        _deepseek_layer,
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM", "deepseek_v3", {**_DEEPSEEK, "q_lora_rank": 12}, _deepseek_layer
     ),
 }

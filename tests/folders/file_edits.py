@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from tests.folders.drafts import Draft
-from tests.folders.edits import ALL, GEMMA4, HYBRID, MULTIMODAL, TEXT, Edit
+from tests.folders.edits import ALL, DEEPSEEK, GEMMA4, HYBRID, MULTIMODAL, TEXT, Edit
 from tests.folders.families import VOCAB
 
 
@@ -121,7 +121,7 @@ def _nested_text(draft: Draft) -> None:
 
 def _fused_experts(draft: Draft) -> None:
     """Experts as transformers 5 holds them: stacked, gates above ups."""
-    text, names = draft.text, ("num_experts", "num_local_experts")
+    text, names = draft.text, ("num_experts", "num_local_experts", "n_routed_experts")
     hidden, count = text["hidden_size"], next(text[name] for name in names if name in text)
     size = text.get("moe_intermediate_size") or text["intermediate_size"]
     for name in [name for name in draft.shapes if re.search(r"experts\.\d", name)]:
@@ -198,10 +198,12 @@ def _file_edits() -> Iterator[tuple[str, tuple[str, ...], Callable[[Draft], None
     yield "text nested", ("qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "qwen3"), _nested_text
     yield (
         "fused experts",
-        ("qwen3_moe", "mixtral", *[n for n in HYBRID if "moe" in n or "next" in n]),
+        ("qwen3_moe", "mixtral", *DEEPSEEK, *[n for n in HYBRID if "moe" in n or "next" in n]),
         _fused_experts,
     )
     yield "drafting layers", HYBRID, _drafting_layers
+    following = one(_extra, name="layers.2.eh_proj.weight", shape=(32, 64))
+    yield "drafting layer", DEEPSEEK, following
     yield "vision tower", MULTIMODAL, _vision
     yield "shared keys stored", GEMMA4, one(_shared_keys, stored=True)
     yield "shared keys", GEMMA4, one(_shared_keys, stored=False)

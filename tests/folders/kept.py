@@ -61,6 +61,24 @@ REFUSED = (
         "olmo3 + rope: yarn, truncate=False",
         "a range of YaRN that transformers ignores where it is nested",
     ),
+    Difference(
+        r"^routed_scaling_factor must be", "deepseek_v2 + routed_scaling_factor=0.0", _RANGE
+    ),
+    Difference(
+        r"^(topk_method|scoring_func|moe_layer_freq)=.* is not supported",
+        "deepseek_v3 + topk_method='greedy'",
+        "a choice of experts that this family's class in transformers ignores",
+    ),
+    Difference(
+        r"^norm_topk_prob=True is not supported",
+        "deepseek_v2 + norm_topk_prob=True",
+        "a division that V2's class in transformers ignores, and DeepSeek's own code does",
+    ),
+    Difference(
+        r"^mscale_all_dim=0.7 is not supported for rope_type='linear'",
+        "deepseek_v3 + rope: linear, mscale",
+        "YaRN's setting for another type, by which transformers multiplies scores all the same",
+    ),
     Difference(r"^no_rope_layers must be", "smollm3 + no_rope_layers=[1, 2]", _RANGE),
     Difference(r"^beta_fast must be at least", "llama + rope: yarn, betas crossed", _RANGE),
     Difference(r"is mapped by no rule", "llama + files: unexpected bias", _DROPPED),

@@ -108,7 +108,8 @@ def logprobs(found: Found) -> np.ndarray:
     ) -> tuple[jax.Array, Any]:
         sinks = None
         if isinstance(tokens, NewTokens):
-            q, layer, sinks = tokens.q, (tokens.k, tokens.v), tokens.sinks
+            values = tokens.k if tokens.v is None else tokens.v
+            q, layer, sinks = tokens.q, (tokens.k, values), tokens.sinks
         else:
             q = tokens
         k, v = layer

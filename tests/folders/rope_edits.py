@@ -10,7 +10,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.folders.drafts import Draft
-from tests.folders.edits import ABSENT, FULL, GEMMA3, GEMMA4, HYBRID, PLAIN, SLIDING, Edit
+from tests.folders.edits import (
+    ABSENT,
+    DEEPSEEK,
+    FULL,
+    GEMMA3,
+    GEMMA4,
+    HYBRID,
+    PLAIN,
+    SLIDING,
+    Edit,
+)
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -302,6 +312,7 @@ def _rope_edits() -> Iterator[Edit]:
         families += ("olmo3",)
         yield Edit(f"rope: {name}", "rope", families, functools.partial(_rope, **settings))
 
+    yield from _latent_edits()
     # Published Qwen3.5 folders have these.
     image = {"mrope_section": [1, 1, 2], "mrope_interleaved": True}
     yield Edit("rope: of images", "rope", HYBRID, functools.partial(_rope_inner, **image))
@@ -311,4 +322,24 @@ def _rope_edits() -> Iterator[Edit]:
         yield Edit(f"rope: part {said}", "rope", HYBRID, inner)
 
 
+def _latent_edits() -> Iterator[Edit]:
+    for name, settings in (
+        ("default", {"rope_parameters": DEFAULT}),
+        ("parameters=null", {"rope_parameters": None}),
+        ("linear", {"rope_theta": 2e4, "rope_scaling": LINEAR_ROPE}),
+        ("linear, mscale", {"rope_scaling": {**LINEAR_ROPE, "mscale_all_dim": 0.7}}),
+        ("legacy yarn", {"rope_theta": 2e4, "rope_scaling": {**YARN, **_MSCALES}}),
+    ):
+        yield Edit(f"rope: {name}", "rope", DEEPSEEK, functools.partial(_rope, **settings))
+    for name, inner in (
+        ("no mscale", {"mscale": ABSENT}),
+        ("no mscale_all_dim", {"mscale_all_dim": ABSENT}),
+        ("mscale_all_dim=0", {"mscale_all_dim": 0}),
+        ("attention_factor", {"attention_factor": 1.2}),
+        ("neither", {"mscale": ABSENT, "mscale_all_dim": ABSENT}),
+    ):
+        yield Edit(f"rope: {name}", "rope", DEEPSEEK, functools.partial(_rope_inner, **inner))
+
+
+_MSCALES = {"mscale": 0.7, "mscale_all_dim": 0.7}
 ROPE_EDITS = tuple(_rope_edits())

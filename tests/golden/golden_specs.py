@@ -78,7 +78,13 @@ class GoldenSpec:
     @property
     def has_experts(self) -> bool:
         """Whether MLPs are mixtures of experts."""
-        return "_moe" in self.family or self.family in ("qwen3_next", "mixtral", "gpt_oss")
+        others = ("qwen3_next", "mixtral", "gpt_oss")
+        return "_moe" in self.family or self.family in others or self.has_latents
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether attention is over latents."""
+        return self.family.startswith("deepseek")
 
     @property
     def is_hybrid(self) -> bool:
@@ -98,6 +104,8 @@ class GoldenSpec:
 
 
 FAMILIES: dict[str, tuple[Any, Any]] = {
+    "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
+    "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),

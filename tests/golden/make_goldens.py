@@ -54,6 +54,7 @@ from golden_specs import (
     GoldenSpec,
 )
 from hybrid_specs import HYBRID_SPECS
+from latent_specs import LATENT_SPECS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 logger = logging.getLogger("make_goldens")
@@ -135,7 +136,8 @@ def build_model(spec: GoldenSpec, seed: int) -> transformers.PreTrainedModel:
             elif "norm" in name:
                 param.copy_(_norm_centre(spec, name) + 0.25 * noise)
             elif "bias" in name:
-                param.copy_(noise)
+                # Large ones let it repeat its last token.
+                param.copy_(noise * (0.3 if spec.has_latents else 1.0))
             elif name.endswith(("router.scale", "per_expert_scale")):
                 param.copy_(1.0 + 0.5 * noise)
             elif "embed_tokens" in name or "lm_head" in name:
@@ -144,12 +146,15 @@ def build_model(spec: GoldenSpec, seed: int) -> transformers.PreTrainedModel:
                 gain = 10.0 if spec.family == "gemma" and "down_proj" in name else 2.0
                 if spec.is_hybrid:  # recurrences amplify rounding errors
                     gain = 2.0 if spec.tied else 1.2
-                if spec.family in ("mixtral", "smollm3"):  # so does attention without its norms
+                # So does attention without norms of its queries and keys.
+                if spec.family in ("mixtral", "smollm3") or spec.has_latents:
                     gain = 1.4
                 param.copy_(gain * noise / param.shape[-1] ** 0.5)
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.copy_(0.8 + 0.1 * torch.rand(buffer.shape, generator=generator))
+            elif name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
         # Special tokens stay unlikely, as in a trained model; the head is the embedding if tied.
         model.lm_head.weight[: spec.num_special] *= 0.1
     if spec.with_tokenizer:
@@ -461,7 +466,9 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     transformers.utils.logging.disable_progress_bar()
     specs = [
-        spec for spec in (*SPECS, *HYBRID_SPECS) if spec.folder_name.startswith(args.only or "")
+        spec
+        for spec in (*SPECS, *HYBRID_SPECS, *LATENT_SPECS)
+        if spec.folder_name.startswith(args.only or "")
     ]
     sizes = {spec.folder_name: write_config(spec, args.out) for spec in specs}
     logger.info("bytes: %s", sizes)

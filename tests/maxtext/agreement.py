@@ -59,6 +59,12 @@ _HYBRID = (
     "gdn_value_head_dim=8",
     "gdn_chunk_size=8",
 )
+_YARN = (
+    "sliding_window_size=8",
+    "original_max_position_embeddings=16",
+    "rope_factor=4",
+    "max_position_embeddings=64",
+)
 _EXPERTS = ("num_experts=8", "num_experts_per_tok=2", "base_moe_mlp_dim=32")
 FAMILIES: dict[str, tuple[str, ...]] = {
     "llama3.1-8b": (),
@@ -79,6 +85,18 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "hidden_size_per_layer_input=8",
         "vocab_size_per_layer_input=104",
     ),
+    "mixtral-8x7b": (*_EXPERTS, "base_mlp_dim=32"),
+    "deepseek2-16b": (
+        *_YARN,
+        *_EXPERTS,
+        "base_num_kv_heads=4",
+        "kv_lora_rank=24",
+        "qk_nope_head_dim=12",
+        "qk_rope_head_dim=8",
+        "v_head_dim=16",
+    ),
+    "gpt-oss-20b": (*_YARN, *_EXPERTS, "base_mlp_dim=48", "base_num_decoder_layers=3"),
+    "olmo3-7b": (*_YARN, "base_num_decoder_layers=5"),
 }
 """Sizes of a small model by the name of MaxText's."""
 
@@ -87,6 +105,8 @@ SCANNED = {
     "qwen3.5-35b-a3b": "base_num_decoder_layers=8",  # MaxText scans whole cycles alone
     "gemma3-4b": "base_num_decoder_layers=14",
     "gemma4-31b": "base_num_decoder_layers=14",
+    "gpt-oss-20b": "base_num_decoder_layers=4",
+    "olmo3-7b": "base_num_decoder_layers=8",
 }
 """Layers of scanned models: two whole cycles and a rest."""
 
@@ -217,7 +237,7 @@ def _change_weights(actor: actors.Actor, seed: int) -> None:
         if seed == 0 and is_gemma4 and "query_norm" in path:
             # Trained weights hold the factor of attention, which Gemma 4 does not have.
             value = value * value.shape[0] ** -0.5
-        is_factor = "scale" in name or "scalar" in name or name == "bias"
+        is_factor = "scale" in name or "scalar" in name or name in ("bias", "sinks")
         value = value + rng.normal(size=value.shape) * (0.1 if is_factor else 0.02)
         changed.append((path, leaf.replace(jnp.asarray(value, leaf.get_value().dtype))))
     nnx.update(model, nnx.from_flat_state(changed))

@@ -63,6 +63,31 @@ HYBRID = (
 """Behind `QWEN3` and the name of a hybrid: a gated delta net, and a layer with attention."""
 
 
+_EXPERTS = ("num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=64")
+MIXTRAL = ("model_name=mixtral-8x7b", *_EXPERTS)
+OLMO3 = ("model_name=olmo3-7b", "base_num_decoder_layers=4", "sliding_window_size=8")
+GPT_OSS = (
+    "model_name=gpt-oss-20b",
+    *_EXPERTS,
+    "base_num_decoder_layers=4",
+    "sliding_window_size=8",
+    # Of its yarn: a prompt with its completion is beyond the original context.
+    "original_max_position_embeddings=16",
+    "rope_factor=4",
+    # As in MaxText's run_gptoss_20b_rl.sh, without its machines, paths and sizes.
+    "checkpoint_storage_use_ocdbt=False",
+    "checkpoint_storage_use_zarr3=False",
+    "hbm_utilization_vllm=0.8",
+    f"train_micro_batch_size={BATCH}",
+    f"rollout_micro_batch_size={BATCH}",
+    "enable_dp_attention=False",
+    "async_scheduling=True",
+    "chat_template_path=maxtext/examples/chat_templates/gpt_oss_rl.json",
+    "enable_tunix_perf_metrics=True",
+)
+"""Behind `QWEN3`, whose sizes they take: two whole cycles of layers, or one of OLMo 3."""
+
+
 def words(
     folder: Path, num_steps: int, *overrides: str, without: Collection[str] = ()
 ) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from tunix.rl.rl_cluster import RLCluster
 
 from tests import inside
 from tests.maxtext import recipe, task
-from tunix_sgljax import SglJaxRollout
+from tunix_sgljax import MismatchReport, SglJaxRollout, mismatch_report
 from tunix_sgljax.cli import main as cli
 
 
@@ -28,12 +28,14 @@ class Run:
         texts: Completions of each call of the rollout.
         differing: After each sync, names of the engine's weights that are not the trainer's.
         num_engines: Engines of the rollout, one for each submesh.
+        report: How far the engine's log-probs are from the trainer's at the end, if asked for.
     """
 
     clusters: list[Any] = dataclasses.field(default_factory=list)
     texts: list[list[str]] = dataclasses.field(default_factory=list)
     differing: list[list[str]] = dataclasses.field(default_factory=list)
     num_engines: int = 0
+    report: MismatchReport | None = None
 
     @property
     def rollout(self) -> SglJaxRollout:
@@ -82,12 +84,29 @@ def watched(patch: pytest.MonkeyPatch) -> Iterator[Run]:
                 cluster.rollout.close()
 
 
-def command(folder: Path, num_steps: int, *overrides: str, without: Collection[str] = ()) -> Run:
-    """Runs the command to its end, with an error of its own if it fails."""
+def command(
+    folder: Path,
+    num_steps: int,
+    *overrides: str,
+    without: Collection[str] = (),
+    report_on: Sequence[str] = (),
+) -> Run:
+    """Runs the command to its end, with an error of its own if it fails.
+
+    Args:
+        folder: For files and results.
+        num_steps: Steps of training.
+        *overrides: As in `recipe.words`.
+        without: As in `recipe.words`.
+        report_on: Prompts for a `Run.report`, whose samples are not among the run's texts.
+    """
     with pytest.MonkeyPatch.context() as patch, watched(patch) as run:
         argv = ["maxtext", "rl", *recipe.words(folder, num_steps, *overrides, without=without)]
         # Not `main`, which would make a line of text of an error.
         assert cli.find_command("maxtext").run(cli.make_parser(argv).parse_args(argv)) == 0
         run.num_engines = len(inside.loops(run.rollout.engine))
         assert run.rollout.find_differing_weights(nnx.state(run.actor, nnx.Param)) == []
+        if report_on:
+            run.report = mismatch_report(run.rollout, run.actor, report_on)
+            run.texts.pop()
     return run

@@ -31,6 +31,32 @@ def test_twenty_steps_raise_the_reward(scan, tmp_path, capsys):
     assert not any("maxtext_vllm" in name or name == TRAINER for name in sys.modules)
 
 
+@pytest.mark.parametrize(
+    ("words", "scan"),
+    [
+        pytest.param(recipe.GPT_OSS, True, id="gpt-oss-scanned"),
+        pytest.param(recipe.GPT_OSS, False, id="gpt-oss-flat", marks=pytest.mark.slow),
+        pytest.param(recipe.MIXTRAL, True, id="mixtral-scanned", marks=pytest.mark.slow),
+        pytest.param(recipe.MIXTRAL, False, id="mixtral-flat"),
+        pytest.param(recipe.OLMO3, True, id="olmo3-scanned", marks=pytest.mark.slow),
+        pytest.param(recipe.OLMO3, False, id="olmo3-flat", marks=pytest.mark.slow),
+    ],
+)
+def test_twenty_steps_of_other_models(words, scan, tmp_path):
+    """Weights are the trainer's after each sync, and log-probs are at the end."""
+    no_padding = "sgljax_config.sampling_params.bad_token_ids=[0]"
+    run = command(
+        tmp_path, 20, *words, f"scan_layers={scan}", no_padding, report_on=["say e, ann", "e"]
+    )
+    assert run.rollout.weight_version == 20
+    assert run.differing == [[]] * 20
+    assert len(run.texts) == 20
+    assert run.rewards[-5:].mean() > run.rewards[:5].mean() + 0.1, run.rewards
+    assert run.report is not None
+    assert run.report.overall.num_tokens > 20
+    assert run.report.is_within(), str(run.report)
+
+
 def test_twenty_steps_of_lora_raise_the_reward(tmp_path, capsys):
     words = ("lora.enable_lora=True", "lora.lora_rank=4", "lora.lora_alpha=8.0")
     run = command(tmp_path, 20, *words, "learning_rate=0.03")

@@ -19,13 +19,10 @@ HYBRIDS = ("qwen3_next", "qwen3_5")
 _FLOATS = ("float32", "bfloat16", "float16")
 
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "attention_sink": (False,),
-    "attention_type": ("global",),
     "dtype": _FLOATS,
     "fused_mlp": (False,),
     "fused_qkv": (False,),
     "mhc_expansion_rate": (1,),
-    "mlp_bias": (False,),
     "moba": (False,),
     "mtp_num_layers": (0,),
     "qk_norm_with_scale": (True,),

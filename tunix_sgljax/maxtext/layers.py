@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from tunix_sgljax.maxtext.fields import HYBRIDS, get
 
-_GEMMA_CYCLE = 6
-"""Gemma 3 and 4: five sliding layers, then one with full attention."""
+_CYCLES = {"gemma2": 2, "gemma3": 6, "gemma4": 6, "gemma4_small": 6, "gpt_oss": 2, "olmo3": 4}
+"""Layers of a cycle, by decoder block: sliding ones, then one with full attention."""
 
 _GEMMA4_E2B_CYCLE = 5
 
@@ -46,19 +46,18 @@ def net_layers(config: Any) -> tuple[bool, ...]:
 
 def sliding_layers(config: Any) -> tuple[bool, ...]:
     """Whether each layer's attention has the sliding window; empty when none has."""
-    cycle = _cycle(config)
+    cycle = cycle_length(config)
     if cycle == 1:
         return ()
     return tuple(layer % cycle != cycle - 1 for layer in range(num_layers(config)))
 
 
-def _cycle(config: Any) -> int:
+def cycle_length(config: Any) -> int:
     """Every so many layers one has full attention."""
     block = get(config, "decoder_block")
-    if block == "gemma4_small":
-        is_e2b = get(config, "model_name") == "gemma4-e2b"
-        return _GEMMA4_E2B_CYCLE if is_e2b else _GEMMA_CYCLE
-    return {"gemma2": 2, "gemma3": _GEMMA_CYCLE, "gemma4": _GEMMA_CYCLE}.get(block, 1)
+    if block == "gemma4_small" and get(config, "model_name") == "gemma4-e2b":
+        return _GEMMA4_E2B_CYCLE
+    return _CYCLES.get(block, 1)
 
 
 def places(config: Any) -> list[Place]:
@@ -72,16 +71,23 @@ def places(config: Any) -> list[Place]:
             for place in _plain_places(decoder, is_scanned, axis, count // 2)
             for suffix in ("_local", "_global")
         ]
-    if not is_scanned or block not in ("gemma3", "gemma4", *HYBRIDS):
+    if block == "deepseek":
+        num_dense = get(config, "first_num_dense_layers")
+        kinds = {"dense_layers": num_dense, "moe_layers": count - num_dense}
+        return [
+            place
+            for kind, number in kinds.items()
+            for place in _plain_places(decoder, is_scanned, axis, number, kind)
+        ]
+    if not is_scanned or block not in ("gemma3", "gemma4", "gpt_oss", "olmo3", *HYBRIDS):
         return _plain_places(decoder, is_scanned, axis, count)
     layers = range(count)
-    if block == "gemma3":
-        return [_gemma3_place(decoder, axis, layer, count) for layer in layers]
     if block == "gemma4":
-        blocks = f"{decoder}.scanned_blocks"
-        return [
-            _nested_place(decoder, blocks, axis, layer, count, _GEMMA_CYCLE) for layer in layers
-        ]
+        blocks, cycle = f"{decoder}.scanned_blocks", cycle_length(config)
+        return [_nested_place(decoder, blocks, axis, layer, count, cycle) for layer in layers]
+    if block not in HYBRIDS:
+        cycle = cycle_length(config)
+        return [_cycle_place(decoder, axis, layer, count, cycle) for layer in layers]
     blocks, cycle = f"{decoder}.layers", get(config, "inhomogeneous_layer_cycle_interval")
     if block == "qwen3_next":
         return [_nested_place(decoder, blocks, axis, layer, count, cycle) for layer in layers]
@@ -90,16 +96,18 @@ def places(config: Any) -> list[Place]:
     ]
 
 
-def _plain_places(decoder: str, is_scanned: bool, axis: int, count: int) -> list[Place]:
+def _plain_places(
+    decoder: str, is_scanned: bool, axis: int, count: int, name: str = "layers"
+) -> list[Place]:
     if is_scanned:
-        return [Place(f"{decoder}.layers", "", (layer,), (axis,)) for layer in range(count)]
-    return [Place(f"{decoder}.layers_{layer}") for layer in range(count)]
+        return [Place(f"{decoder}.{name}", "", (layer,), (axis,)) for layer in range(count)]
+    return [Place(f"{decoder}.{name}_{layer}") for layer in range(count)]
 
 
-def _gemma3_place(decoder: str, axis: int, layer: int, count: int) -> Place:
+def _cycle_place(decoder: str, axis: int, layer: int, count: int, length: int) -> Place:
     """A stack for each layer of the cycle, over whole cycles; the rest are on their own."""
-    cycle, index = divmod(layer, _GEMMA_CYCLE)
-    if cycle < count // _GEMMA_CYCLE:
+    cycle, index = divmod(layer, length)
+    if cycle < count // length:
         return Place(f"{decoder}.layers.layers_{index}", "", (cycle,), (axis,))
     return Place(f"{decoder}.layers_remainder.layers_{index}")
 

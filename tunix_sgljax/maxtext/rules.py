@@ -6,7 +6,8 @@ as an axis of their own.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from sgljax_engine import Rule
 from tunix_sgljax.maxtext.fields import HYBRIDS, get
 from tunix_sgljax.maxtext.layers import places
-from tunix_sgljax.maxtext.model_config import is_interleaved, rounds_head
+from tunix_sgljax.maxtext.model_config import is_interleaved, latents, rounds_head
 
 _MLP = {"wi_0": "gate_proj", "wi_1": "up_proj", "wo": "down_proj"}
 _CONVOLUTION = "attention.conv1d"
@@ -37,25 +38,29 @@ def _experts(theirs: str, ours: str, router: str) -> tuple[tuple[str, str], ...]
     return (_kernel(f"{theirs}.gate", router), *stacks)
 
 
-_ATTENTION = (
-    _kernel("self_attention.query", "self_attn.q_proj"),
-    _kernel("self_attention.key", "self_attn.k_proj"),
-    _kernel("self_attention.value", "self_attn.v_proj"),
-    _kernel("self_attention.out", "self_attn.o_proj"),
-)
-_QK_NORMS = (
-    _norm("self_attention.query_norm", "self_attn.q_norm"),
-    _norm("self_attention.key_norm", "self_attn.k_norm"),
-)
-_BIASES = tuple(
-    (f"self_attention.{name}.bias", f"self_attn.{name[0]}_proj.bias")
-    for name in ("query", "key", "value")
-)
-_LLAMA = (
-    *_ATTENTION,
+_PROJECTIONS = ("query", "key", "value", "out")
+
+
+def _attention(theirs: str) -> tuple[tuple[str, str], ...]:
+    return tuple(_kernel(f"{theirs}.{name}", f"self_attn.{name[0]}_proj") for name in _PROJECTIONS)
+
+
+def _biases(theirs: str) -> tuple[tuple[str, str], ...]:
+    return tuple(
+        (f"{theirs}.{name}.bias", f"self_attn.{name[0]}_proj.bias") for name in _PROJECTIONS
+    )
+
+
+def _qk_norms(theirs: str) -> tuple[tuple[str, str], ...]:
+    return tuple(_norm(f"{theirs}.{x}_norm", f"self_attn.{x[0]}_norm") for x in ("query", "key"))
+
+
+_ATTENTION, _QK_NORMS = _attention("self_attention"), _qk_norms("self_attention")
+_LLAMA_NORMS = (
     _norm("pre_self_attention_layer_norm", "input_layernorm"),
     _norm("post_self_attention_layer_norm", "post_attention_layernorm"),
 )
+_LLAMA = (*_ATTENTION, *_LLAMA_NORMS)
 _GEMMA2 = (
     *_ATTENTION,
     *_mlp("mlp"),
@@ -94,19 +99,47 @@ _HYBRID = (
     *((f"attention.{name}", f"linear_attn.{name}") for name in ("A_log", "dt_bias")),
     _kernel(_CONVOLUTION, "linear_attn.conv1d"),
     _norm("attention.norm.rms_norm", "linear_attn.norm"),
-    *(
-        _kernel(f"attention.attention.{name}", f"self_attn.{ours}_proj")
-        for name, ours in (("query", "q"), ("key", "k"), ("value", "v"), ("out", "o"))
-    ),
-    _norm("attention.attention.query_norm", "self_attn.q_norm"),
-    _norm("attention.attention.key_norm", "self_attn.k_norm"),
+    *_attention("attention.attention"),
+    *_qk_norms("attention.attention"),
     *_experts("mlp.routed_experts", "mlp.experts", "mlp.gate"),
     *_mlp("mlp.shared_expert", "mlp.shared_expert"),
     _kernel("mlp.shared_expert_gate", "mlp.shared_expert_gate"),
 )
+_GPT_OSS = (
+    *_attention("GptOssAttention"),
+    *_biases("GptOssAttention"),
+    ("GptOssAttention.sinks", "self_attn.sinks"),
+    *_LLAMA_NORMS,
+    *_experts("GptOssMlp", "mlp.experts", "mlp.router"),
+    *((f"GptOssMlp.{name}_bias", f"mlp.experts.{ours}.bias") for name, ours in _MLP.items()),
+    ("GptOssMlp.gate.bias", "mlp.router.bias"),
+)
+_OLMO3 = (
+    *_attention("attention"),
+    *_biases("attention"),
+    *_qk_norms("attention"),
+    *_mlp("mlp"),
+    _norm("post_self_attention_layer_norm", "post_attention_layernorm"),
+    _norm("post_mlp_layer_norm", "post_feedforward_layernorm"),
+)
+_KEYS_OF_LATENTS, _VALUES_OF_LATENTS = (f"self_attn.{x}_b_proj.weight" for x in "kv")
+_DEEPSEEK = (
+    _kernel("self_attention.query", "self_attn.q_proj"),
+    _kernel("self_attention.wkv_a", "self_attn.kv_a_proj_with_mqa"),
+    _norm("self_attention.kv_norm", "self_attn.kv_a_layernorm"),
+    ("self_attention.wkv_b.kernel", _KEYS_OF_LATENTS),
+    ("self_attention.wkv_b.kernel", _VALUES_OF_LATENTS),
+    _kernel("self_attention.out", "self_attn.o_proj"),
+    *_LLAMA_NORMS,
+    *_mlp("mlp"),
+    *_experts("DeepSeekMoeBlock_0.MoeBlock_0", "mlp.experts", "mlp.gate"),
+    *_mlp("DeepSeekMoeBlock_0.shared_experts", "mlp.shared_experts"),
+)
 _LAYERS: dict[str, tuple[tuple[str, str], ...]] = {
+    "deepseek": _DEEPSEEK,
     "llama2": (*_LLAMA, *_mlp("mlp")),
-    "qwen2": (*_LLAMA, *_mlp("mlp"), *_BIASES),
+    "mixtral": (*_LLAMA, *_experts("MoeBlock_0", "mlp.experts", "mlp.gate")),
+    "qwen2": (*_LLAMA, *_mlp("mlp"), *_biases("self_attention")),
     "qwen3": (*_LLAMA, *_mlp("mlp"), *_QK_NORMS),
     "qwen3_moe": (*_LLAMA, *_QK_NORMS, *_experts("moe_block", "mlp.experts", "mlp.gate")),
     **dict.fromkeys(HYBRIDS, _HYBRID),
@@ -114,6 +147,8 @@ _LAYERS: dict[str, tuple[tuple[str, str], ...]] = {
     "gemma3": (*_GEMMA2, *_QK_NORMS),
     "gemma4": _GEMMA4,
     "gemma4_small": _GEMMA4,
+    "gpt_oss": _GPT_OSS,
+    "olmo3": _OLMO3,
 }
 """(MaxText's name, the engine's name) of the weights of a layer, by decoder block."""
 
@@ -133,8 +168,7 @@ _LAYER_INPUTS = (
 def to_rules(config: Any) -> tuple[Rule, ...]:
     """Rules for the parameters of a `TunixMaxTextAdapter`, one for each weight of each layer."""
     layers = _LAYERS[get(config, "decoder_block")]
-    turned = {"self_attention.query.kernel", "self_attention.key.kernel"}
-    hooks = dict.fromkeys(turned, halves_of_pairs) if is_interleaved(config) else {}
+    hooks = _hooks(config)
     return (
         *_tables(config),
         Rule("base.decoder.decoder_norm.scale", "model.norm.weight"),
@@ -144,14 +178,38 @@ def to_rules(config: Any) -> tuple[Rule, ...]:
                 place.name(theirs),
                 f"model.layers.{layer}.{ours}",
                 _TRANSPOSES.get(theirs),
-                hook=hooks.get(theirs),
+                hook=hooks.get(ours),
                 part=place.part or None,
                 part_axis=place.part_axes or 0,
+                is_shared=ours == _KEYS_OF_LATENTS,
             )
             for layer, place in enumerate(places(config))
             for theirs, ours in layers
         ),
     )
+
+
+def _hooks(config: Any) -> dict[str, Callable[[jax.Array], jax.Array]]:
+    """What else is done to weights of a layer, by the engine's names."""
+    latent = latents(config)
+    if latent is not None:
+        keys, values = (HeadsHook(latent.nope_dim, is_values) for is_values in (False, True))
+        return {_KEYS_OF_LATENTS: keys, _VALUES_OF_LATENTS: values}
+    turned = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
+    return dict.fromkeys(turned, halves_of_pairs) if is_interleaved(config) else {}
+
+
+class HeadsHook(NamedTuple):
+    """Takes keys [N, nope, C] or values [N, C, v] out of MaxText's [C, N, nope + v]."""
+
+    nope_dim: int
+    is_values: bool
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Traced by JAX."""
+        if self.is_values:
+            return x[..., self.nope_dim :].transpose(1, 0, 2)
+        return x[..., : self.nope_dim].transpose(1, 2, 0)
 
 
 def _tables(config: Any) -> tuple[Rule, ...]:

@@ -32,7 +32,6 @@ def check_fields(config: RolloutConfig) -> dict[str, str]:
     asked_logprobs_mode(config)
     lora_scaling(config)
     max_lora_rank(config)
-    _check_expert_parallel_size(config)
     return {f"{name}={value!r}": reason for name, (value, reason) in unused.items()}
 
 
@@ -51,14 +50,6 @@ def check_axis_types(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
             f"axis_types=(jax.sharding.AxisType.Auto,) * {len(names)})"
         )
     return mesh
-
-
-def _check_expert_parallel_size(config: RolloutConfig) -> None:
-    if config.expert_parallel_size not in (-1, 1):
-        raise InvalidConfigError(
-            "RolloutConfig.expert_parallel_size must be 1 or -1: experts are sharded over the "
-            f"tensor axis, with all else (tensor_parallel_size); got {config.expert_parallel_size}"
-        )
 
 
 class FieldChecker:

@@ -157,9 +157,14 @@ def _wishes_of_fields(config: RolloutConfig, table: Sequence[RolloutField]) -> I
     for field in table:
         if field.target is None or field.name not in defaults:
             continue
-        value = getattr(config, field.name)
+        value, unset = getattr(config, field.name), (None, defaults[field.name])
+        if field.target == "expert_parallel_size":
+            unset = (*unset, -1)
         # A field at its default leaves the engine's default.
-        if value is not None and value != defaults[field.name]:
+        if value not in unset:
+            num_parts = config.expert_parallel_size
+            if field.target == "tp_size" and isinstance(num_parts, int) and num_parts > 1:
+                value = value * num_parts  # Tunix counts the devices of each part
             yield _Wish(field.name, _own_value(field.target, value), field.target)
 
 

@@ -17,12 +17,12 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from sgljax_engine import InvalidConfigError
 from tunix_sgljax.lora import check_scaling
 
-Treatment = Literal["mapped", "translated", "checked", "accepted", "named"]
+Treatment = Literal["mapped", "translated", "accepted", "named"]
 """How a field is treated.
 
-"mapped" and "translated": it sets something, under vLLM's name if translated. "checked": only
-values that match the actual state are accepted. "accepted": it repeats what the actor says anyway.
-"named": it has no meaning; a warning names it, or `strict_config` refuses it.
+"mapped" and "translated": it sets something, under vLLM's name if translated. "accepted": it
+repeats what the actor says anyway. "named": it has no meaning; a warning names it, or
+`strict_config` refuses it.
 """
 
 
@@ -92,11 +92,12 @@ rollout_mapping_config | mapped | - | weight mapping with transposes and hooks; 
   model's own for `sglang_jax`, or else the built-in one
 kv_cache_size | mapped | - | bounds a sequence if no context length is set: the larger of this value
   and `max_prompt_length` + `max_tokens_to_generate`, of the longest of a cluster's configs
-tensor_parallel_size | mapped | tp_size | -1 takes the size of the mesh's tensor axis, or all
-  devices that `data_parallel_size` leaves
+tensor_parallel_size | mapped | tp_size | times `expert_parallel_size`, as Tunix counts devices; -1
+  takes the size of the mesh's tensor axis, or all devices that `data_parallel_size` leaves
 data_parallel_size | mapped | data_parallel_size | -1 takes all devices that `tensor_parallel_size`
   leaves
-expert_parallel_size | checked | - | 1 or -1; experts are sharded over the tensor axis
+expert_parallel_size | mapped | expert_parallel_size | parts of each layer's experts; with
+  `tensor_parallel_size` -1 an engine has at least as many devices. -1 is 1
 return_routed_experts | mapped | enable_return_routed_experts | `routed_experts` of the output are
   [those of each token](sampling.md#experts); a model without experts has none
 """

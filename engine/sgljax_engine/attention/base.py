@@ -78,6 +78,7 @@ class NewTokens(NamedTuple):
     Shape: q: [T, num_heads, h]. k, v: [T, num_kv_heads, h]. sinks: [num_heads] float32.
 
     Attributes:
+        v: None where keys are values too.
         prologue: What is left to do to queries and keys; None for nothing. Only attention that
             `takes_projections` is given one.
         sinks: For each head the score of a key without a value, which every query sees (gpt-oss,
@@ -86,13 +87,13 @@ class NewTokens(NamedTuple):
 
     q: jax.Array
     k: jax.Array
-    v: jax.Array
+    v: jax.Array | None
     prologue: Prologue | None = None
     sinks: jax.Array | None = None
 
     def map(self, function: Callable[[jax.Array], jax.Array]) -> NewTokens:
         """Other tokens, made from the arrays of these [T, ...]."""
-        q, k, v = map(function, self[:3])
+        q, k, v = jax.tree.map(function, self[:3])
         prologue = self.prologue
         if prologue is not None:
             sin, cos = function(prologue.sin), function(prologue.cos)

@@ -34,7 +34,7 @@ class NativeAttention:
         out = sgljax_cpu.paged_attention(
             q_NQDh.reshape(-1, num_heads, head_dim).astype("float32"),
             layer.k,
-            layer.v,
+            layer.values,
             tables.page_table,
             tables.positions,
             tables.kv_lens,
@@ -56,11 +56,12 @@ class NativeAttention:
 
 
 def native_write_kv(
-    layer: LayerKV, k_TKh: jax.Array, v_TKh: jax.Array, slots: jax.Array
+    layer: LayerKV, k_TKh: jax.Array, v_TKh: jax.Array | None, slots: jax.Array
 ) -> LayerKV:
     """`kv_pages.write_kv` by a kernel."""
-    k, v = k_TKh.astype("float32"), v_TKh.astype("float32")
-    return LayerKV(*sgljax_cpu.write_kv(k, v, layer.k, layer.v, slots))
+    new = [x.astype("float32") for x in (k_TKh, v_TKh) if x is not None]
+    k, *v = sgljax_cpu.write_kv(new, [x for x in layer if x is not None], slots)
+    return LayerKV(k, v[0] if v else None)
 
 
 def native_problem(target: Target, head_dims: Sequence[int]) -> str | None:

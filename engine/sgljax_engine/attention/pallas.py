@@ -73,7 +73,7 @@ class PallasAttention:
         def call(
             q: jax.Array, layer: LayerKV, tables: BlockTables, sinks: jax.Array | None
         ) -> jax.Array:
-            if self.is_fused and fills_gpu(q.shape, layer.k):
+            if self.is_fused and layer.v is not None and fills_gpu(q.shape, layer.k):
                 scores = Scores(*options)
                 return prefill_attention(
                     q, layer.k, layer.v, *tables, scores, sinks, interpret=self.interpret
@@ -131,6 +131,9 @@ class PallasAttention:
     ) -> tuple[jax.Array, LayerKV]:
         """Implements `Attention`."""
         q, k, v, prologue, sinks = new
+        if v is None or layer.v is None:
+            layer = write_kv(layer, k, None, slots)
+            return attend_to_tokens(self, q, layer, tables, options, sinks), layer
         if prologue is not None and self.is_fused and tables.positions.shape[1] == 1:
             out, pages = decode_attention(
                 q,

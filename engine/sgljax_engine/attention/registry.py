@@ -16,13 +16,19 @@ from sgljax_engine.layers.target import Target, require_backend
 
 
 def engine_attention(
-    name: str, target: Target, head_dims: Sequence[int], kernels: Kernels
+    name: str,
+    target: Target,
+    head_dims: Sequence[int],
+    kernels: Kernels,
+    *,
+    has_values: bool = True,
 ) -> Attention:
     """Picks, for "auto", the fastest backend that is tested on the target."""
     if name == "auto":
-        name = _fastest(target, head_dims)
+        name = _fastest(target, head_dims, has_values)
     elif name != "xla":
-        require_backend(attention_problem(name, target, head_dims), f"attention_backend {name!r}")
+        problem = attention_problem(name, target, head_dims, has_values=has_values)
+        require_backend(problem, f"attention_backend {name!r}")
     if name == "native":
         return NativeAttention()
     if name == "tpu":
@@ -36,20 +42,31 @@ def engine_attention(
     return XlaAttention()
 
 
-def attention_problem(name: str, target: Target, head_dims: Sequence[int]) -> str | None:
-    """Why the backend "native", "tpu" or "pallas" cannot be used; None if it can."""
+def attention_problem(
+    name: str, target: Target, head_dims: Sequence[int], *, has_values: bool = True
+) -> str | None:
+    """Why the backend "native", "tpu" or "pallas" cannot be used; None if it can.
+
+    Without values, the cache holds latents.
+    """
     # Pallas takes a tenth of a second to import.
     if name == "tpu":
         from sgljax_engine.attention.tpu import tpu_problem
 
-        return tpu_problem(target, head_dims)
+        problem = tpu_problem(target, head_dims)
+        return problem if problem or has_values else "its kernel does not read latents"
     if name == "pallas":
         from sgljax_engine.attention.pallas import gpu_problem
+        from sgljax_engine.kernels.gpu.paged_attention import head_parts
 
+        if not has_values:
+            head_dims = [part for head_dim in head_dims for part in head_parts(head_dim)]
         return gpu_problem(target, head_dims)
     return native_problem(target, head_dims)
 
 
-def _fastest(target: Target, head_dims: Sequence[int]) -> str:
+def _fastest(target: Target, head_dims: Sequence[int], has_values: bool) -> str:
     own = {"cpu": "native", "tpu": "tpu", "gpu": "pallas"}.get(target.platform)
-    return "xla" if own is None or attention_problem(own, target, head_dims) else own
+    if own is None or attention_problem(own, target, head_dims, has_values=has_values):
+        return "xla"
+    return own

@@ -53,7 +53,9 @@ class TpuAttention:
     ) -> tuple[jax.Array, LayerKV]:
         """The kernel finds the slots by itself."""
         del slots
-        q, k, v = (in_blocks(x, tables) for x in new[:3])
+        assert new.v is not None, "latents"
+        assert layer.v is not None, "latents"
+        q, k, v = (in_blocks(x, tables) for x in (new.q, new.k, new.v))
         made = k.astype(layer.k.dtype), v.astype(layer.v.dtype)
         out, layer = self._call(q, made, layer, tables, options, new.sinks)
         return out.reshape(new.q.shape), layer

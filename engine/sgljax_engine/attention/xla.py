@@ -141,8 +141,9 @@ def xla_attention(
         if window is not None:
             seen &= key_pos[None, None, None] > positions[..., None] - window
         # Memory beyond kv_lens may hold anything, NaN included, and 0 * NaN is NaN.
-        v = jnp.where(exists_NS[:, None, :, None], load(layer.v, ids), 0)
         k = load(layer.k, ids)
+        v = k if layer.v is None else load(layer.v, ids)
+        v = jnp.where(exists_NS[:, None, :, None], v, 0)
         if num_queries > 1:
             # Nor may a later token that overflowed reach the queries before it: its key is NaN
             # instead, which masks hide.

@@ -33,10 +33,13 @@ def engine_backends(config: EngineConfig, model: ModelConfig, target: Target) ->
     kernels = pick_kernels(runtime.linear_backend, target).kernels
     if runtime.enable_deterministic_sampling:
         kernels = _batch_invariant(kernels, config, model, target)
-    attention = engine_attention(runtime.attention_backend, target, model.head_dims, kernels)
+    has_values = model.attention.has_values
+    attention = engine_attention(
+        runtime.attention_backend, target, model.head_dims, kernels, has_values=has_values
+    )
     if runtime.enable_deterministic_sampling and attention.name == "xla":
         own = "native" if target.platform == "cpu" else "pallas"
-        problem = attention_problem(own, target, model.head_dims)
+        problem = attention_problem(own, target, model.head_dims, has_values=has_values)
         raise _not_deterministic(f"attention_backend {own!r} is not used, since {problem}")
     return Backends(kernels, attention)
 
@@ -64,6 +67,7 @@ def _batch_invariant(
     problems = {
         "experts": model.moe is not None,
         "recurrent states": model.linear_attention is not None,
+        "latents": attention.latent is not None,
         "keys that several layers share, or that are values too": bool(attention.kv_layers)
         or attention.full_kv is not None,
         "adapters (max_loras)": bool(config.lora.max_loras),

@@ -162,6 +162,7 @@ def _program_context(
             dtype=placement.dtype,
             lora_rank=config.lora.max_lora_rank if config.lora.max_loras else 0,
             returns_routed=config.cache.enable_return_routed_experts,
+            expert_parallel_size=placement.expert_parallel_size,
         ),
         attention=attention,
         page_size=config.cache.page_size,

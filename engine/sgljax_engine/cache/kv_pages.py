@@ -1,11 +1,11 @@
 """The device arrays of the paged KV cache.
 
 Each layer with its own keys has one K and one V array of shape [num_pages, num_kv_heads, page_size,
-head_dim], whose heads may differ from layer to layer; slot `page * page_size + offset` holds one
-token. Heads come before tokens, so that attention contracts a page without transposing it. An
-attention backend may ask for several heads in one row (`PageLayout`); then only it reads and writes
-the pages. Every program that writes the arrays takes them donated and returns them, so the pool
-exists once.
+head_dim], whose heads may differ from layer to layer; of latents, which are keys and values in one,
+K alone. Slot `page * page_size + offset` holds one token. Heads come before tokens, so that
+attention contracts a page without transposing it. An attention backend may ask for several heads in
+one row (`PageLayout`); then only it reads and writes the pages. Every program that writes the
+arrays takes them donated and returns them, so the pool exists once.
 """
 
 from __future__ import annotations
@@ -28,11 +28,17 @@ class LayerKV(NamedTuple):
     """One layer's cache.
 
     Shape:
-        k, v: [num_pages, num_kv_heads, page_size, head_dim], or as a `PageLayout` says.
+        k, v: [num_pages, num_kv_heads, page_size, head_dim], or as a `PageLayout` says; v is None
+            where keys are values too.
     """
 
     k: jax.Array
-    v: jax.Array
+    v: jax.Array | None
+
+    @property
+    def values(self) -> jax.Array:
+        """Values in pages."""
+        return self.k if self.v is None else self.v
 
     @property
     def page_size(self) -> int:
@@ -44,13 +50,14 @@ class PageLayout(NamedTuple):
 
     Pages are [num_pages, num_rows, page_size, row_size]. With one head a row, these are the heads.
     With several, a row holds neighbouring heads of one device, one after another; the rest of a
-    device's last row is zero.
+    device's last row is zero. Without values, keys are values too.
     """
 
     num_kv_heads: int
     head_dim: int
     heads_per_row: int = 1
     num_shards: int = 1
+    has_values: bool = True
 
     @property
     def num_rows(self) -> int:
@@ -90,30 +97,31 @@ def allocate_kv_pages(
 
     def layer(layout: PageLayout, sharding: jax.sharding.Sharding, count: int) -> LayerKV:
         shape = (count, layout.num_rows, page_size, layout.row_size)
-        return LayerKV(make_zeros(shape, dtype, sharding), make_zeros(shape, dtype, sharding))
+        k = make_zeros(shape, dtype, sharding)
+        return LayerKV(k, make_zeros(shape, dtype, sharding) if layout.has_values else None)
 
     return tuple(map(layer, layouts, shardings, num_pages))
 
 
 def kv_bytes_per_token(layouts: Iterable[PageLayout], dtype: jnp.dtype) -> int:
     """Bytes of K and V that one token takes in all layers, counting each head once."""
-    numbers = sum(2 * layout.num_rows * layout.row_size for layout in layouts)
+    numbers = sum((1 + layout.has_values) * layout.num_rows * layout.row_size for layout in layouts)
     return numbers * np.dtype(dtype).itemsize
 
 
-def write_kv(layer: LayerKV, k: jax.Array, v: jax.Array, slots: jax.Array) -> LayerKV:
+def write_kv(layer: LayerKV, k: jax.Array, v: jax.Array | None, slots: jax.Array) -> LayerKV:
     """Writes one token's K and V to each slot; slots beyond the pool are dropped.
 
     Shape:
-        k, v: [T, num_kv_heads, head_dim]
+        k, v: [T, num_kv_heads, head_dim]; v is None for pages without values
         slots: [T] int32
     """
     pages, offsets = slots // layer.page_size, slots % layer.page_size
-    k, v = k.astype(layer.k.dtype), v.astype(layer.v.dtype)
-    return LayerKV(
-        layer.k.at[pages, :, offsets].set(k, mode="drop"),
-        layer.v.at[pages, :, offsets].set(v, mode="drop"),
-    )
+
+    def write(kept: jax.Array, new: jax.Array) -> jax.Array:
+        return kept.at[pages, :, offsets].set(new.astype(kept.dtype), mode="drop")
+
+    return LayerKV(write(layer.k, k), None if layer.v is None or v is None else write(layer.v, v))
 
 
 def routed_width(num_ids: int) -> int:

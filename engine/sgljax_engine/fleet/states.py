@@ -30,14 +30,15 @@ class FleetState:
         for url, state in states.items():
             newest = self._newest.get(url, EngineCounters())
             if state.counters.num_requests < newest.num_requests:
-                self._before[url] = combine_counters([self._before_of(url), newest])
+                self._before[url] = self._with_before(url, newest)
             self._newest[url] = state.counters
         combined = combine_states(list(states.values()))
-        counters = [*self._newest.values(), *self._before.values()]
+        counters = [self._with_before(*item) for item in self._newest.items()]
         return dataclasses.replace(combined, counters=combine_counters(counters))
 
-    def _before_of(self, url: str) -> EngineCounters:
-        return self._before.get(url, EngineCounters())
+    def _with_before(self, url: str, counters: EngineCounters) -> EngineCounters:
+        before = self._before.get(url, EngineCounters())
+        return combine_counters([before, counters], share_pool=True)
 
 
 def _read_state(content: Mapping[str, Any]) -> EngineState:

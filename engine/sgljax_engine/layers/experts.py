@@ -10,7 +10,8 @@ expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from sgljax_engine.layers.kernels import Kernels, Weight
+from sgljax_engine.layers.target import kv_axes
 
 _LANES = 128
 """Lanes of a TPU's vector register."""
@@ -27,14 +29,29 @@ _SIGMOID_FACTOR = 1.702
 """Makes x * sigmoid(factor * x) close to GELU (Hendrycks and Gimpel, 2016)."""
 
 
+_TINY = 1e-20
+"""Is added to a sum of sigmoids, which may be 0."""
+
+
 class Routing(NamedTuple):
-    """The experts of each token, in descending order of their probabilities.
+    """The experts of each token, in descending order of the scores that they are chosen by.
 
     Shape: weights: [T, k] float32, factors of the experts' outputs. ids: [T, k] int32.
     """
 
     weights: jax.Array
     ids: jax.Array
+
+
+class Groups(NamedTuple):
+    """Equal groups of experts, of which each token takes `num_chosen`.
+
+    A group's score is the sum of its `num_scores` highest ones.
+    """
+
+    num_groups: int
+    num_chosen: int
+    num_scores: int
 
 
 class Experts(NamedTuple):
@@ -52,16 +69,44 @@ class Experts(NamedTuple):
     down_bias: jax.Array | None = None
 
 
-def route(logits_TE: jax.Array, num_chosen: int, *, is_normalized: bool) -> Routing:
+def route(
+    logits_TE: jax.Array,
+    num_chosen: int,
+    *,
+    is_normalized: bool,
+    is_sigmoid: bool = False,
+    groups: Groups | None = None,
+    choice_bias: jax.Array | None = None,
+    scale: float = 1.0,
+) -> Routing:
     """Chooses the most probable experts of each token; of equal ones, those of lower index.
 
-    Normalised ones have their probabilities divided by their sum.
+    Normalised ones have their probabilities divided by their sum. With groups, experts are of the
+    best ones (DeepSeek-V2, 2024). Probabilities may be sigmoids, and a bias [E] float32 be added to
+    them for the choice alone (DeepSeek-V3, 2024).
     """
-    probabilities = jax.nn.softmax(logits_TE, axis=-1)
-    weights, ids = lax.top_k(probabilities, num_chosen)
+    scores = jax.nn.sigmoid(logits_TE) if is_sigmoid else jax.nn.softmax(logits_TE, axis=-1)
+    of_choice = scores if choice_bias is None else scores + choice_bias[None]
+    if groups is not None:
+        of_choice = jnp.where(_are_in_best_groups(of_choice, groups), of_choice, -jnp.inf)
+    weights, ids = lax.top_k(of_choice, num_chosen)
+    if choice_bias is not None:
+        weights = jnp.take_along_axis(scores, ids, axis=1)
     if is_normalized:
-        weights = weights / _sum_in_order([weights[:, i : i + 1] for i in range(num_chosen)])
-    return Routing(weights, ids)
+        total = _sum_in_order([weights[:, i : i + 1] for i in range(num_chosen)])
+        weights = weights / (total + _TINY if is_sigmoid else total)
+    return Routing(weights if scale == 1.0 else weights * scale, ids)
+
+
+def _are_in_best_groups(scores_TE: jax.Array, groups: Groups) -> jax.Array:
+    """Whether each expert [T, E] is in one of the groups that its token chooses."""
+    of_experts = scores_TE.reshape(scores_TE.shape[0], groups.num_groups, -1)
+    best, _ = lax.top_k(of_experts, groups.num_scores)
+    of_groups = _sum_in_order([best[..., i] for i in range(groups.num_scores)])
+    _, ids = lax.top_k(of_groups, groups.num_chosen)
+    numbers = jnp.arange(groups.num_groups, dtype=ids.dtype)
+    are_chosen = jnp.any(ids[..., None] == numbers[None, None], axis=1)
+    return jnp.repeat(are_chosen, of_experts.shape[2], axis=1)
 
 
 def mix(
@@ -71,14 +116,15 @@ def mix(
     is_used: jax.Array | None,
     kernels: Kernels,
     gated: Callable[[jax.Array, jax.Array], jax.Array],
+    expert_parallel_size: int = 1,
 ) -> jax.Array:
     """The weighted sum [T, D] of each token's experts, added in float32 in the routing's order.
 
-    `gated` makes the input of the last projection of the two others. Over several devices, each
-    computes its part of all experts or all of its experts, as `shards_width` says, and the results
-    are added. Tokens that are not used ([T] bool) take no expert's time, and get zeros.
+    `gated` makes the input of the last projection of the two others. Over several devices, which
+    all have all tokens, each computes its part of its experts, as `expert_axes` says, and the
+    results are added. Tokens that are not used ([T] bool) take no expert's time, and get zeros.
     """
-    mesh, num_experts = kernels.mesh, experts.gate.shape[0]
+    mesh = kernels.mesh
     down_bias, experts = experts.down_bias, experts._replace(down_bias=None)
 
     def with_bias(mixed: jax.Array) -> jax.Array:
@@ -88,25 +134,39 @@ def mix(
 
     if mesh is None:
         return with_bias(_mix(x_TD, routing, experts, is_used, kernels, gated))
-    by_width = shards_width(num_experts, experts.gate.shape[2], mesh.size)
-    axes = mesh.axis_names
+    num_experts, _, width = experts.gate.shape
+    whole, parts = expert_axes(mesh.shape, num_experts, width, expert_parallel_size)
 
     def on_device(x: jax.Array, routing: Routing, experts: Experts, used: jax.Array) -> jax.Array:
-        if not by_width:
-            first = lax.axis_index(axes) * (num_experts // mesh.size)
+        if whole:
+            first = lax.axis_index(whole) * experts.gate.shape[0]
             routing = routing._replace(ids=routing.ids - first)
-        return lax.psum(_mix(x, routing, experts, used, kernels, gated), axes)
+        return lax.psum(_mix(x, routing, experts, used, kernels, gated), mesh.axis_names)
 
-    widening, narrowing = (
-        P(*(axes if i == (axis if by_width else 0) else None for i in range(3))) for axis in (2, 1)
-    )
-    bias = None if experts.gate_bias is None else P(*((None, axes) if by_width else (axes,)))
+    widening, narrowing = P(whole, None, parts), P(whole, parts)
+    bias = None if experts.gate_bias is None else P(whole, parts)
     specs: Any = Experts(widening, widening, narrowing, bias, bias)  # type: ignore[arg-type]
     used = jnp.ones(x_TD.shape[0], bool) if is_used is None else is_used
     run = jax.shard_map(
         on_device, mesh=mesh, in_specs=(P(), P(), specs, P()), out_specs=P(), check_vma=False
     )
     return with_bias(run(x_TD, routing, experts, used))
+
+
+def expert_axes(
+    axes: Mapping[str, int], num_experts: int, width: int, expert_parallel_size: int
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The tensor axes over which experts are sharded, and those over which their width is.
+
+    `axes` are an engine's, in order, as `placement.submeshes` cuts them: the first ones have as
+    many devices together as `expert_parallel_size`. At 1, `shards_width` decides for all axes.
+    """
+    names = tuple(axes)
+    if expert_parallel_size > 1:
+        whole = kv_axes(axes, expert_parallel_size)
+        return whole, names[len(whole) :]
+    by_width = shards_width(num_experts, width, math.prod(axes.values()))
+    return ((), names) if by_width else (names, ())
 
 
 def shards_width(num_experts: int, width: int, num_shards: int) -> bool:

@@ -142,6 +142,15 @@ class Kernels(Protocol):
         """
         ...
 
+    def heads_linear(self, weights: Weight, x: jax.Array) -> jax.Array:
+        """`x[t, n] @ W[n]` for each head n: [T, N, in] to [T, N, out].
+
+        Args:
+            weights: [N, in, out], or panels.
+            x: [T, N, in].
+        """
+        ...
+
     def delta_step(
         self, state: jax.Array, heads: Heads, decay: jax.Array, rate: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
@@ -225,6 +234,10 @@ class XlaKernels:
             return lax.ragged_dot(x, weights, group_sizes)
         return linear_in_blocks(weights, x, group_sizes)
 
+    def heads_linear(self, weights: Weight, x: jax.Array) -> jax.Array:
+        assert isinstance(weights, jax.Array)
+        return lax.dot_general(x, weights, (((2,), (1,)), ((1,), (0,)))).swapaxes(0, 1)
+
     def delta_step(
         self, state: jax.Array, heads: Heads, decay: jax.Array, rate: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
@@ -306,6 +319,13 @@ class CpuKernels:
     def ragged_linear(self, weights: Weight, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
         assert isinstance(weights, sgljax_cpu.Panels)
         return sgljax_cpu.ragged_linear(weights.array, x, group_sizes, weights.num_outputs)
+
+    def heads_linear(self, weights: Weight, x: jax.Array) -> jax.Array:
+        num_tokens, num_heads, _ = x.shape
+        group_sizes = jnp.full(num_heads, num_tokens, jnp.int32)
+        rows = x.swapaxes(0, 1).reshape(num_heads * num_tokens, -1)
+        out = self.ragged_linear(weights, rows, group_sizes)
+        return out.reshape(num_heads, num_tokens, -1).swapaxes(0, 1)
 
     def delta_step(
         self, state: jax.Array, heads: Heads, decay: jax.Array, rate: jax.Array

@@ -41,6 +41,7 @@ class Target(NamedTuple):
 def kv_axes(axes: Mapping[str, int], num_kv_heads: int) -> tuple[str, ...]:
     """The tensor axes over which this many kv heads are sharded; over the others they are copied.
 
+    Those over which `expert_parallel_size` shards experts are found likewise.
     `axes` are an engine's, in order, as `placement.submeshes` cuts them.
     """
     found: list[str] = []

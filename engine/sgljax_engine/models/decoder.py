@@ -28,7 +28,8 @@ from sgljax_engine.model_config import ModelConfig, RopeConfig
 from sgljax_engine.models.decoder_params import DecoderTraits, norm_offset, param_specs
 from sgljax_engine.models.delta_net import Net
 from sgljax_engine.models.hf import HfConfig
-from sgljax_engine.models.mixture import mixture, router_logits
+from sgljax_engine.models.latent import Latent
+from sgljax_engine.models.mixture import CHOICE_BIAS, mixture, router_logits, shared_expert
 from sgljax_engine.models.spec import (
     Forward,
     LayerCache,
@@ -66,7 +67,8 @@ class _LayerKind(NamedTuple):
     """Static facts of a layer beside the shapes of its weights.
 
     `rope` is the rotary embedding, None for none, with its head_dim. The layer may own no keys and
-    values but read another layer's, or have a recurrent state instead of all this.
+    values but read another layer's, or have a recurrent state instead of all this; it may have no
+    experts where others have.
     """
 
     options: AttentionOptions
@@ -74,6 +76,7 @@ class _LayerKind(NamedTuple):
     head_dim: int
     owns_kv: bool
     has_state: bool = False
+    has_experts: bool = False
 
 
 class _Layers(NamedTuple):
@@ -110,6 +113,8 @@ class _Layers(NamedTuple):
             source = config.kv_layer(i)
             args = (x, ropes[kind.rope], tokens.adapters, inputs[i], caches[source])
             x, caches[source], experts = layer(self.weights_of(i), args, kind=kind)
+            if experts is None and self.context.returns_routed:  # a dense layer beside others
+                experts = self.no_experts(x)
             if experts is not None:
                 routed.append(experts)
         return Forward(
@@ -125,12 +130,14 @@ class _Layers(NamedTuple):
         scale = config.head_dim**-0.5 if attention.scale is None else attention.scale
         window = attention.sliding_window if slides else None
         rope = (attention.sliding_rope if slides else None) or config.rope
+        rotated_dim = kv.head_dim if attention.latent is None else attention.latent.rope_dim
         return _LayerKind(
             AttentionOptions(scale, window, attention.logit_softcap),
-            (rope if attention.rotates(index) else None, kv.head_dim),
+            (rope if attention.rotates(index) else None, rotated_dim),
             kv.head_dim,
             config.kv_layer(index) == index,
             config.has_state(index),
+            config.has_experts(index),
         )
 
     def embed(self, ids: jax.Array) -> jax.Array:
@@ -204,6 +211,10 @@ class _Layers(NamedTuple):
         kind = self.kind
         assert kind is not None
         gate = None
+        if self.context.config.attention.latent is not None:
+            latent = Latent(self.params, self.context, self.linear)
+            out, cache = self.tokens.attend(latent.before(h, *rope), cache, kind.options)
+            return latent.after(out), cache
         if self.context.takes_projections and self.has_plain_heads:
             names = [f"self_attn.{name}_proj" for name in "qkv"]
             q, k, v = (
@@ -271,13 +282,17 @@ class _Layers(NamedTuple):
     def add_mlp(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """The last part of a layer without norms behind; returns as `project_out` does."""
         moe, h = self.context.config.moe, self.norm("post_attention_layernorm", x)
-        if moe is None:
+        assert self.kind is not None
+        if moe is None or not self.kind.has_experts:
             return self.add_linear(x, "mlp.down_proj", self.gated("mlp.", h)), None
         out, experts = self.experts("mlp.", h)
-        if moe.shared_size:
+        if moe.shared_size and moe.has_shared_gate:
             gate = jax.nn.sigmoid(self.linear("mlp.shared_expert_gate", h))
             shared = self.gated("mlp.shared_expert.", h)
             out = out + gate * self.linear("mlp.shared_expert.down_proj", shared)
+        elif moe.shared_size:
+            name = f"mlp.{shared_expert(moe)}."
+            out = self.add_linear(out, f"{name}down_proj", self.gated(name, h))
         return x + out, experts
 
     def add_layer_input(self, x: jax.Array, layer_input: jax.Array) -> jax.Array:
@@ -336,9 +351,11 @@ class _Layers(NamedTuple):
         change = _adapter_change(self.params, self.context, router, h, self.tokens.adapters)
         logits = router_logits(self.params[f"{router}.weight"], h, self.context, change)
         logits = self.with_bias(router, logits)
-        activation = self.traits.activation
+        bias = self.params.get(f"{router}.{CHOICE_BIAS}")
+        activation, is_used = self.traits.activation, self.tokens.is_used
+        params, context = self.params, self.context
         return self.returned(
-            mixture(self.params, self.context, prefix, h, logits, activation, self.tokens.is_used)
+            mixture(params, context, prefix, h, logits, activation, is_used, choice_bias=bias)
         )
 
     def gated(self, prefix: str, h: jax.Array) -> jax.Array:
@@ -350,6 +367,12 @@ class _Layers(NamedTuple):
             gate, up = (self.linear(name, h) for name in names)
             return self.traits.activation(gate) * up
         return fused.gated(h, weights, self.traits.activation)
+
+    def no_experts(self, x: jax.Array) -> jax.Array:
+        """Zeros in the place of a layer's experts."""
+        moe = self.context.config.moe
+        assert moe is not None
+        return jnp.zeros((x.shape[0], moe.num_experts_per_token), moe.id_dtype)
 
     def returned(self, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
         moe = self.context.config.moe

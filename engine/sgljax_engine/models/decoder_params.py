@@ -9,6 +9,7 @@ import jax
 
 from sgljax_engine.model_config import ModelConfig, MoEConfig
 from sgljax_engine.models.delta_net import net_specs
+from sgljax_engine.models.latent import latent_specs
 from sgljax_engine.models.mixture import mixture_specs
 from sgljax_engine.models.spec import KVHeads, ParamAxis, ParamKind, ParamSpec
 
@@ -63,6 +64,8 @@ def param_specs(config: ModelConfig, traits: DecoderTraits) -> dict[str, ParamSp
             specs.norm(f"{layer}.input_layernorm", dim)
         if config.linear_attention is not None and config.has_state(i):
             specs.found.update(net_specs(f"{layer}.linear_attn.", dim, config.linear_attention))
+        elif config.attention.latent is not None:
+            specs.found.update(latent_specs(f"{layer}.self_attn", config, config.attention.latent))
         else:
             specs.attention(f"{layer}.self_attn", i)
         specs.norm(f"{layer}.post_attention_layernorm", dim)
@@ -70,9 +73,9 @@ def param_specs(config: ModelConfig, traits: DecoderTraits) -> dict[str, ParamSp
             specs.norm(f"{layer}.pre_feedforward_layernorm", dim)
         if traits.has_post_norms:
             specs.norm(f"{layer}.post_feedforward_layernorm", dim)
-        if config.moe is None or config.moe.is_beside_mlp:
+        if config.moe is None or config.moe.is_beside_mlp or not config.has_experts(i):
             specs.mlp(f"{layer}.mlp", config.mlp_size(i))
-        if config.moe is not None:
+        if config.moe is not None and config.has_experts(i):
             specs.experts(layer, config.moe)
         if has_inputs:
             specs.project(f"{layer}.per_layer_input_gate", dim, config.per_layer_input_size)
@@ -152,7 +155,10 @@ class _Specs(NamedTuple):
     def experts(self, layer: str, moe: MoEConfig) -> None:
         dim = self.config.hidden_size
         if not moe.is_beside_mlp:
-            self.found.update(mixture_specs(f"{layer}.mlp.", dim, moe, self.traits.router))
+            router, has_bias = self.traits.router, self.config.mlp_bias
+            self.found.update(
+                mixture_specs(f"{layer}.mlp.", dim, moe, router, has_shared_bias=has_bias)
+            )
             return
         self.found.update(mixture_specs(f"{layer}.", dim, moe, "router.proj"))
         for name, size in (("scale", dim), ("per_expert_scale", moe.num_experts)):

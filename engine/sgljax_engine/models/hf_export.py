@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sgljax_engine.model_config import ModelConfig
+from sgljax_engine.models.latent import K_UP, KV_UP, V_UP
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ParamKind, ParamSpec
 from sgljax_engine.models.weight_rules import expert_name, stored_name
@@ -43,6 +44,9 @@ def to_hf_tensors(
     if model.moe is not None and model.moe.has_bias:
         tensors |= _fused_experts(mapped)
         mapped = {name: tensor for name, tensor in mapped.items() if ".experts." not in name}
+    if model.attention.latent is not None:
+        tensors |= _joined_heads(mapped)
+        mapped = {name: x for name, x in mapped.items() if specs[name].kind is not ParamKind.HEADS}
     for name, tensor in mapped.items():
         if specs[name].kind.is_projection:
             tensor = _by_output(tensor)
@@ -128,14 +132,37 @@ def _fused_experts(tensors: Mapping[str, HfTensor]) -> dict[str, HfTensor]:
     """gpt-oss' experts and their biases, whose gates alternate with the other projection."""
     found = {}
     for name, tensor in tensors.items():
+        if ".experts." not in name:
+            continue
         prefix, projection, kind = name.rsplit(".", 2)
         fused = "down_proj" if projection == "down_proj" else "gate_up_proj"
         fused = f"{prefix}.{fused}{'' if kind == 'weight' else '_bias'}"
-        if prefix.endswith(".experts") and projection == "gate_proj":
+        if projection == "gate_proj":
             found[fused] = _alternating(tensor, tensors[f"{prefix}.up_proj.{kind}"])
-        elif prefix.endswith(".experts") and projection == "down_proj":
+        elif projection == "down_proj":
             found[fused] = tensor
     return found
+
+
+def _joined_heads(tensors: Mapping[str, HfTensor]) -> dict[str, HfTensor]:
+    """The projections of latents, which lie head by head in files: keys, then values."""
+    found = {}
+    for name, keys in tensors.items():
+        prefix, marker, _ = name.partition(f".{K_UP}.")
+        if marker:
+            values = _by_output(tensors[f"{prefix}.{V_UP}.weight"])
+            found[f"{prefix}.{KV_UP}.weight"] = _joined(keys, values)
+    return found
+
+
+def _joined(keys: HfTensor, values: HfTensor) -> HfTensor:
+    num_heads, nope_dim, rank = keys.shape
+    shape = (num_heads * (nope_dim + values.shape[1]), rank)
+    return HfTensor(
+        shape,
+        keys.dtype,
+        lambda: np.concatenate([keys.load(), values.load()], axis=1).reshape(shape),
+    )
 
 
 def _alternating(even: HfTensor, odd: HfTensor) -> HfTensor:

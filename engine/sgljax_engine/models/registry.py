@@ -8,7 +8,7 @@ from typing import Any
 
 from sgljax_engine.errors import InvalidConfigError, UnsupportedModelError
 from sgljax_engine.model_config import ModelConfig
-from sgljax_engine.models import gemma, gemma4, gpt_oss, llama, olmo, qwen, qwen_hybrid
+from sgljax_engine.models import deepseek, gemma, gemma4, gpt_oss, llama, olmo, qwen, qwen_hybrid
 from sgljax_engine.models.spec import ModelDefinition
 from sgljax_engine.weights.hf_json import read_end_ids, read_json
 from sgljax_engine.weights.hf_tables import holds_two_tables
@@ -16,6 +16,8 @@ from sgljax_engine.weights.hf_tables import holds_two_tables
 logger = logging.getLogger(__name__)
 
 MODELS: dict[str, ModelDefinition] = {
+    "DeepseekV2ForCausalLM": deepseek.V2,
+    "DeepseekV3ForCausalLM": deepseek.V3,
     "Gemma2ForCausalLM": gemma.GEMMA2,
     "Gemma3ForCausalLM": gemma.GEMMA3,
     "Gemma4ForCausalLM": gemma4.MODEL,
@@ -42,6 +44,8 @@ MODELS: dict[str, ModelDefinition] = {
 
 
 _OF_TYPES = {
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",

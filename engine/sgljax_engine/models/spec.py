@@ -60,6 +60,8 @@ class ParamKind(enum.Enum):
     LINEAR = "linear"
     EXPERTS = "experts"
     """Projections of all experts of a layer, stacked along the first axis."""
+    HEADS = "heads"
+    """Projections of all heads of a layer, likewise."""
     EMBEDDING = "embedding"
     """A table [vocab, dim] whose rows are looked up."""
     HEAD = "head"
@@ -72,10 +74,12 @@ class ParamKind(enum.Enum):
     """A factor of activations."""
     RECURRENT = "recurrent"
     """A small weight of a recurrence, which would amplify its rounding: always float32."""
+    ROUTER_BIAS = "router_bias"
+    """Is added to a router's scores: always float32, since rounding may choose other experts."""
 
     @property
     def is_projection(self) -> bool:
-        return self in (ParamKind.LINEAR, ParamKind.EXPERTS)
+        return self in (ParamKind.LINEAR, ParamKind.EXPERTS, ParamKind.HEADS)
 
 
 class ParamSpec(NamedTuple):
@@ -100,6 +104,7 @@ class ModelContext(NamedTuple):
 
     `dtype` is that of weights that are not quantised. `lora_rank` is that of each adapter slot, 0
     without adapters. `returns_routed`: `forward` returns the experts of each token.
+    `expert_parallel_size` is that of `ParallelConfig`.
     """
 
     config: ModelConfig
@@ -108,6 +113,7 @@ class ModelContext(NamedTuple):
     lora_rank: int = 0
     returns_routed: bool = False
     dtype: jnp.dtype = jnp.dtype("float32")
+    expert_parallel_size: int = 1
 
     @property
     def activation_dtype(self) -> jnp.dtype:

@@ -12,7 +12,8 @@ from typing import Any
 
 import jax
 
-from sgljax_engine.model_config import ModelConfig
+from sgljax_engine.model_config import LatentConfig, ModelConfig
+from sgljax_engine.models.latent import K_UP, KV_UP, V_UP, HeadsHook
 from sgljax_engine.models.registry import MODELS, get_model
 from sgljax_engine.models.spec import ParamKind
 from sgljax_engine.weights import mxfp4
@@ -67,7 +68,7 @@ def hf_rules(model_config: ModelConfig) -> tuple[Rule, ...]:
     rules = [
         Rule(name, name, (1, 0) if spec.kind is ParamKind.LINEAR else None)
         for name, spec in specs.items()
-        if spec.kind is not ParamKind.EXPERTS
+        if spec.kind not in (ParamKind.EXPERTS, ParamKind.HEADS)
     ]
     stacks = [name for name, spec in specs.items() if spec.kind is ParamKind.EXPERTS]
     # One rule for all layers: there are thousands of experts to match.
@@ -79,6 +80,8 @@ def hf_rules(model_config: ModelConfig) -> tuple[Rule, ...]:
         for rule in rules
         if (name := stored_name(model_config, rule.source)) != rule.source
     ]
+    if model_config.attention.latent is not None:
+        rules += _latent_rules(model_config.attention.latent)
     rules.append(Rule("model.layers.*.self_attn.rotary_emb.inv_freq", None))
     for layer in range(model_config.num_layers):
         if model_config.kv_layer(layer) != layer:
@@ -88,6 +91,8 @@ def hf_rules(model_config: ModelConfig) -> tuple[Rule, ...]:
             )
     if model_config.linear_attention is not None:  # layers that draft tokens
         rules.append(Rule("mtp.**", None))
+    if model_config.attention.latent is not None:  # likewise, called as if they came next
+        rules.insert(0, Rule(f"model.layers.{model_config.num_layers}.**", None))
     if model_config.tie_word_embeddings:  # a copy: `hf_source` lets no other one pass
         rules.append(Rule("lm_head.weight", None))
     is_multimodal = _multimodal(model_config.architecture) in MODELS
@@ -152,6 +157,17 @@ def _expert_rules(stack: str) -> list[Rule]:
     part = ("gate_proj", "up_proj").index(projection)
     fused = f"{prefix}.gate_up_proj"
     return [alone, Rule(fused, stack, (0, 2, 1), part=part, part_axis=1, num_parts=2)]
+
+
+def _latent_rules(latent: LatentConfig) -> list[Rule]:
+    """Rules for the projection of latents to keys and values."""
+    prefix = "model.layers.*.self_attn."
+    keys, values = (HeadsHook(latent, is_values) for is_values in (False, True))
+    source = f"{prefix}{KV_UP}.weight"
+    return [
+        Rule(source, f"{prefix}{K_UP}.weight", hook=keys, is_shared=True),
+        Rule(source, f"{prefix}{V_UP}.weight", hook=values),
+    ]
 
 
 def _interleaved_rules(stack: str) -> list[Rule]:

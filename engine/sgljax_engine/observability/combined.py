@@ -41,12 +41,16 @@ _SUMS_OF_STATES = (
 """Fields of a state that are added up. Others are combined by hand, or equal in all engines."""
 
 
-def combine_counters(counters: Sequence[EngineCounters]) -> EngineCounters:
+def combine_counters(
+    counters: Sequence[EngineCounters], *, share_pool: bool = False
+) -> EngineCounters:
+    """Those of several engines, or, with `share_pool`, of several times of one."""
     values = {}
     for field in dataclasses.fields(EngineCounters):
         each = [getattr(one, field.name) for one in counters]
         values[field.name] = max(each) if field.name in _LARGEST else sum(each)
-    values["used_kv_tokens"] *= len(counters)  # a dispatch sees one pool of several
+    if not share_pool:
+        values["used_kv_tokens"] *= len(counters)  # a dispatch sees one pool of several
     return EngineCounters(**values)
 
 

@@ -7,7 +7,8 @@ a whole group of engines, each of which has a submesh without them; see `submesh
 Where "tp" is larger than the number of kv heads, it is split in two: kv heads are sharded over the
 first part, one per device, and copied over the second; everything else is sharded over both. The
 query heads of a device are then neighbours that share its kv head, so keys never move. If layers
-have different numbers of kv heads, there is a split for each number.
+have different numbers of kv heads, there is a split for each number, and one for
+`expert_parallel_size`: experts are sharded over the axes before it, their width over the others.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sgljax_engine.cache.kv_pages import PageLayout, kv_bytes_per_token, routed_width
 from sgljax_engine.layers.devices import is_own_cpu
-from sgljax_engine.layers.experts import shards_width
+from sgljax_engine.layers.experts import expert_axes
 from sgljax_engine.layers.int8 import SCALE_SUFFIX
 from sgljax_engine.layers.target import Target, kv_axes
 from sgljax_engine.model_config import KVShape, ModelConfig
@@ -29,10 +30,13 @@ from sgljax_engine.models.spec import EXPERTS_AXIS, KVHeads, ParamAxis, ParamKin
 from sgljax_engine.weights.forms import Form, Quantized
 from sgljax_engine.weights.specs import TargetSpec
 
-TENSOR_AXES = ("tp", "tp_copies", "tp_more_copies")
+TENSOR_AXES = ("tp", "tp_copies", "tp_more_copies", "tp_most_copies")
 """The tensor axis, and the further parts of a split one."""
 
-_FLOAT32 = (ParamKind.NORM, ParamKind.OFFSET_NORM, ParamKind.RECURRENT)
+_FLOAT32 = (
+    *(ParamKind.NORM, ParamKind.OFFSET_NORM),
+    *(ParamKind.RECURRENT, ParamKind.ROUTER_BIAS),
+)
 """Kinds of parameters that are always float32.
 
 Trainers also compute norms in float32, with weights that may be float32. Rounding these to bfloat16
@@ -59,6 +63,7 @@ class Placement(NamedTuple):
     dtype: jnp.dtype
     packs_weights: bool
     quantization: str | None = None
+    expert_parallel_size: int = 1
 
     @property
     def replicated(self) -> NamedSharding:
@@ -67,7 +72,12 @@ class Placement(NamedTuple):
     def page_layouts(self, model: ModelConfig, heads_per_row: int) -> tuple[PageLayout, ...]:
         """Layout of a token's heads in a page, for each of the model's cached layers."""
         return tuple(
-            PageLayout(*shape, heads_per_row, self.num_tensor_shards // self.kv_copies(shape))
+            PageLayout(
+                *shape,
+                heads_per_row,
+                self.num_tensor_shards // self.kv_copies(shape),
+                has_values=model.attention.has_values,
+            )
             for shape in model.cached_kv
         )
 
@@ -145,7 +155,7 @@ class Placement(NamedTuple):
         targets = {}
         for name, spec in specs.items():
             form = _packed_form(spec.kind) if self.packs_weights else Form.LOGICAL
-            axes = [self._mesh_axes(axis) for axis in self._sharded_axes(spec)]
+            axes = self._spec_axes(spec)
             if form.is_packed:  # by one device
                 axes = []
             sharding = NamedSharding(self.mesh, PartitionSpec(*axes))
@@ -171,14 +181,16 @@ class Placement(NamedTuple):
             ),
         }
 
-    def _sharded_axes(self, spec: ParamSpec) -> tuple[ParamAxis, ...]:
-        """The logical axes that are sharded: of experts their width, or the experts."""
-        if EXPERTS_AXIS not in spec.axes:
-            return spec.axes
+    def _spec_axes(self, spec: ParamSpec) -> list[_MeshAxes]:
+        """The mesh axes over which each axis of a parameter is sharded."""
+        if EXPERTS_AXIS not in spec.axes or self.num_tensor_shards == 1:
+            return [self._mesh_axes(axis) for axis in spec.axes]
         sizes = dict(zip(spec.axes, spec.shape, strict=True))
-        by_width = shards_width(sizes[EXPERTS_AXIS], sizes["mlp"], self.num_tensor_shards)
-        whole = EXPERTS_AXIS if by_width else "mlp"
-        return tuple(None if axis == whole else axis for axis in spec.axes)
+        whole, parts = expert_axes(
+            self._tensor_shape, sizes[EXPERTS_AXIS], sizes["mlp"], self.expert_parallel_size
+        )
+        axes = {EXPERTS_AXIS: _as_axes(whole), "mlp": _as_axes(parts)}
+        return [axes[axis] if isinstance(axis, str) else None for axis in spec.axes]
 
     def held_bytes(self, arrays: Iterable[Any]) -> int:
         """Bytes of arrays on the devices that share a weight, with every copy there."""

@@ -1,12 +1,14 @@
 """The cut of a mesh into submeshes, one for each engine of a group.
 
 A mesh has one tensor axis, over which a copy of the weights is sharded, and data axes. An engine
-gets the devices that differ only in their place on the tensor axis. `tp_size` and
-`data_parallel_size` share out the same devices otherwise, in the mesh's order.
+gets the devices that differ only in their place on the tensor axis. `tp_size`,
+`data_parallel_size` and `expert_parallel_size` share out the same devices otherwise, in the mesh's
+order.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -63,14 +65,15 @@ def place(
     A mesh of None or no devices means this process's first `tp_size * data_parallel_size` devices;
     of a mesh that spans processes, the devices of this process. "auto" must have been replaced by a
     number. Raises InvalidConfigError when the sizes do not share out the devices, when the tensor
-    axis spans processes, when heads, MLP or vocabulary do not divide over it, or the number of kv
-    heads neither is a multiple of its size nor divides it.
+    axis spans processes, when heads, MLP, experts or vocabulary do not divide over it, or the
+    number of kv heads neither is a multiple of its size nor divides it.
     """
     parallel, runtime = parallel or ParallelConfig(), runtime or RuntimeConfig()
     devices, tensor_dim = share_out(mesh, parallel)
     tp_size = devices.shape[tensor_dim]
-    check_divides(model, tp_size)
-    tensor = _split_tensor_axis(model, tp_size)
+    num_parts = parallel.expert_parallel_size
+    check_divides(model, tp_size, num_parts)
+    tensor = _split_tensor_axis(model, tp_size, num_parts)
     axes = [(f"{DATA_AXIS}{dim}", size) for dim, size in enumerate(devices.shape)]
     axes[tensor_dim : tensor_dim + 1] = tensor
     packs_weights = False
@@ -78,7 +81,7 @@ def place(
     def placement(part: np.ndarray, axes: list[tuple[str, int]]) -> Placement:
         names, sizes = zip(*axes, strict=True)
         placed = Mesh(part.reshape(sizes), names)
-        return Placement(placed, jnp.dtype(dtype), packs_weights, runtime.quantization)
+        return Placement(placed, jnp.dtype(dtype), packs_weights, runtime.quantization, num_parts)
 
     rows = np.moveaxis(devices, tensor_dim, -1).reshape(-1, tp_size)
     problem = placement(rows[0], tensor).target.cpu_kernels_problem()
@@ -92,10 +95,12 @@ def place(
     return GroupPlacement(placement(devices, axes), engines)
 
 
-def _split_tensor_axis(model: ModelConfig, tp_size: int) -> list[tuple[str, int]]:
-    """Sizes of the tensor axes: each number of kv heads is a product of the first ones."""
+def _split_tensor_axis(
+    model: ModelConfig, tp_size: int, expert_parallel_size: int
+) -> list[tuple[str, int]]:
+    """Sizes of the tensor axes: kv heads of each number, and parts of experts, take the first."""
     sizes, done = [], 1
-    for count in (*model.kv_head_counts, tp_size):
+    for count in (*sorted({*model.kv_head_counts, expert_parallel_size}), tp_size):
         size = min(count, tp_size)
         if size > done:
             sizes.append(size // done)
@@ -103,10 +108,13 @@ def _split_tensor_axis(model: ModelConfig, tp_size: int) -> list[tuple[str, int]
     return list(zip(TENSOR_AXES, sizes or [1], strict=False))
 
 
-def check_divides(model: ModelConfig, tp_size: int) -> None:
+def check_divides(model: ModelConfig, tp_size: int, expert_parallel_size: int = 1) -> None:
     """Raises InvalidConfigError unless a model can be sharded over so many devices."""
     moe = model.moe
     net = model.linear_attention
+    is_split = expert_parallel_size > 1
+    if is_split:
+        _check_expert_parallel(model, tp_size, expert_parallel_size)
     if net is not None and net.num_key_heads % tp_size:
         raise InvalidConfigError(
             f"linear_attention.num_key_heads must be a multiple of the size of the tensor axis "
@@ -117,17 +125,18 @@ def check_divides(model: ModelConfig, tp_size: int) -> None:
             f"moe.shared_size must be a multiple of the size of the tensor axis ({tp_size}), got "
             f"{moe.shared_size}"
         )
+    has_mlps = moe is not None and (moe.is_beside_mlp or moe.num_dense_layers > 0)
     for name in (
         "num_heads",
         "vocab_size",
-        *(() if moe and not moe.is_beside_mlp else ("intermediate_size",)),
+        *(("intermediate_size",) if moe is None or has_mlps else ()),
     ):
         size = getattr(model, name)
         if size % tp_size:
             raise InvalidConfigError(
                 f"{name} must be a multiple of the size of the tensor axis ({tp_size}), got {size}"
             )
-    if moe and moe.intermediate_size % tp_size and moe.num_experts % tp_size:
+    if moe and not is_split and moe.intermediate_size % tp_size and moe.num_experts % tp_size:
         raise InvalidConfigError(
             f"moe.intermediate_size or moe.num_experts must be a multiple of the size of the "
             f"tensor axis ({tp_size}), got {moe.intermediate_size} and {moe.num_experts}"
@@ -155,6 +164,36 @@ def check_divides(model: ModelConfig, tp_size: int) -> None:
         smaller = min(num_kv_heads, tp_size)
 
 
+def _check_expert_parallel(model: ModelConfig, tp_size: int, size: int) -> None:
+    moe = model.moe
+    if moe is None:
+        raise InvalidConfigError(
+            f"expert_parallel_size must be 1 for a model without experts ({model.architecture}), "
+            f"got {size}"
+        )
+    if tp_size % size:
+        raise InvalidConfigError(
+            f"expert_parallel_size must divide the size of the tensor axis ({tp_size}), got {size}"
+        )
+    if moe.num_experts % size:
+        raise InvalidConfigError(
+            f"moe.num_experts must be a multiple of expert_parallel_size ({size}), got "
+            f"{moe.num_experts}"
+        )
+    if moe.intermediate_size % (tp_size // size):
+        raise InvalidConfigError(
+            f"moe.intermediate_size must be a multiple of the devices that share an expert "
+            f"({tp_size // size}: tp_size / expert_parallel_size), got {moe.intermediate_size}"
+        )
+    for num_kv_heads in model.kv_head_counts:
+        count = min(num_kv_heads, tp_size)
+        if count % size and size % count:
+            raise InvalidConfigError(
+                f"expert_parallel_size must be a multiple of num_kv_heads ({num_kv_heads}) or "
+                f"divide it, got {size}"
+            )
+
+
 def share_out(mesh: Mesh | None, parallel: ParallelConfig) -> tuple[np.ndarray, int]:
     """The devices in an array with a dimension for each axis, and the tensor dimension.
 
@@ -162,30 +201,36 @@ def share_out(mesh: Mesh | None, parallel: ParallelConfig) -> tuple[np.ndarray, 
     are those of `place`.
     """
     tp_size, num_engines = parallel.tp_size, parallel.data_parallel_size
+    num_parts = parallel.expert_parallel_size
     assert tp_size != "auto"
     if mesh is None or mesh.empty:
-        count = (tp_size or 1) * (num_engines or 1)
+        tp_size = tp_size or num_parts
+        count = tp_size * (num_engines or 1)
         known = jax.local_devices()
         if count > len(known):
             raise InvalidConfigError(
-                f"tp_size {tp_size or 1} x data_parallel_size {num_engines or 1} needs {count} "
+                f"tp_size {tp_size} x data_parallel_size {num_engines or 1} needs {count} "
                 f"devices; this process has {len(known)}"
             )
-        return np.asarray(known[:count]).reshape(num_engines or 1, tp_size or 1), 1
+        return np.asarray(known[:count]).reshape(num_engines or 1, tp_size), 1
     tensor_dim = _tensor_dim(mesh, parallel.tensor_axes)
     mesh = local_submesh(
         mesh, tensor_axis=None if tensor_dim is None else mesh.axis_names[tensor_dim]
     )
     by_name = 1 if tensor_dim is None else mesh.devices.shape[tensor_dim]
     if tp_size is None and num_engines is None:
-        tp_size = by_name
+        tp_size = math.lcm(by_name, num_parts)
     if tp_size is None:
         assert num_engines is not None
         tp_size = mesh.size // num_engines
     if num_engines is None:
         num_engines = mesh.size // tp_size
     if tp_size * num_engines != mesh.size:
-        asked = {"tp_size": parallel.tp_size, "data_parallel_size": parallel.data_parallel_size}
+        asked = {
+            "tp_size": parallel.tp_size,
+            "data_parallel_size": parallel.data_parallel_size,
+            "expert_parallel_size": None if num_parts == 1 else num_parts,
+        }
         given = " and ".join(f"{name} {size}" for name, size in asked.items() if size is not None)
         raise InvalidConfigError(
             f"{given} must share out the {mesh.size} devices of the mesh {dict(mesh.shape)}"

@@ -40,7 +40,8 @@ def coverage_problems(name: str, spec: SourceSpec, matches: Sequence[Match]) -> 
         if counts or count is None or count < 1 or len(sizes) > 1 or sizes[0] % count:
             return [f"{where} cannot be cut into the num_parts of its rules"]
         sizes = [count]
-    if sorted(parts) != list(itertools.product(*map(range, sizes))):
+    last = [found.part for found in matches if found.part and not found.rule.is_shared]
+    if sorted(last) != list(itertools.product(*map(range, sizes))):
         taken = sorted(map(_unwrapped, parts), key=str)
         wanted = " x ".join(map(str, sizes))
         return [f"{where} has {wanted} parts, the rules take {taken}"]

@@ -36,7 +36,7 @@ class Rule(NamedTuple):
             experts of a layer. The sources must together fill all indices. "each" takes the index
             from the source's last `*`.
         is_shared: Whether the next rule with the same source applies too: a source for two targets,
-            such as an embedding that a hook rounds for the head.
+            such as an embedding that a hook rounds for the head. Also for a part of a source.
     """
 
     source: str

@@ -155,15 +155,15 @@ def _attend(
     start: Softmax = (
         jnp.where(is_own, own, MASKED),
         jnp.where(is_own, 1.0, 0.0),
-        jnp.where(is_own[:, None], v.astype(jnp.float32)[None, :], 0.0),
+        (jnp.where(is_own[:, None], v.astype(jnp.float32)[None, :], 0.0),),
     )
     if refs.sinks is not None:
         start = _with_sinks(start, log2_sinks(refs.sinks, head, is_row), is_own)
     position = jnp.full((tiling.rows,), before)
     steps = steps_of_split(before, before, split, tiling, options)
     keys = Keys(refs.k_pages, refs.v_pages, refs.page_table, row, kv_head, before)
-    softmax = attend_to_keys(q, position, keys, steps, start, tiling, options)
-    out, lse = split_result(softmax)
+    softmax = attend_to_keys((q,), position, keys, steps, start, tiling, options)
+    (out,), lse = split_result(softmax)
     zero = jnp.zeros_like(member)
     at = out_ref.at[split, row, zero[:, None], head[:, None], dim[None, :]]
     plgpu.store(at, out.astype(out_ref.dtype), mask=is_row[:, None])
@@ -178,11 +178,11 @@ def _attend(
 
 def _with_sinks(start: Softmax, sinks: jax.Array, is_own: jax.Array) -> Softmax:
     """Adds a key without a value to the softmax of one key, where there is that."""
-    peak, total, acc = start
+    peak, total, (acc,) = start
     new_peak = jnp.where(is_own, jnp.maximum(peak, sinks), peak)
     own = jnp.exp2(peak - new_peak)
     total = total * own + jnp.where(is_own, jnp.exp2(sinks - new_peak), 0.0)
-    return new_peak, total, acc * own[:, None]
+    return new_peak, total, (acc * own[:, None],)
 
 
 def rotated_heads(

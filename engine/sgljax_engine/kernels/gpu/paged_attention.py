@@ -29,6 +29,15 @@ from jax.experimental.pallas import triton as plgpu
 HEAD_DIMS = (16, 32, 64, 128, 256, 512)
 """Triton's array sizes are powers of two, and tensor cores take at least 16."""
 
+
+def head_parts(head_dim: int) -> tuple[int, ...]:
+    """Sizes of the parts that a head is taken in: powers of two, the largest first.
+
+    Of a power of two itself; of 576, the latents of DeepSeek with their rotary parts, 512 and 64.
+    """
+    return tuple(1 << bit for bit in reversed(range(head_dim.bit_length())) if head_dim >> bit & 1)
+
+
 MASKED = -1e30
 _MIN_ROWS = 16
 _MIN_KEYS, _MAX_KEYS = 16, 128
@@ -108,9 +117,11 @@ def choose_tiling(q_shape: tuple[int, ...], k: jax.Array, max_pages: int) -> Til
     itemsize = k.dtype.itemsize
     budget = _FLOAT if itemsize > 2 else _HALF
     num_rows = num_queries * (num_heads // num_kv_heads)
-    rows = min(max(_power_of_two(num_rows), _MIN_ROWS), budget.max_rows)
+    max_rows = budget.max_rows if head_dim <= HEAD_DIMS[-1] else budget.max_rows // 2
+    rows = min(max(_power_of_two(num_rows), _MIN_ROWS), max_rows)
     row_tiles = pl.cdiv(num_rows, rows)
-    keys = min(max(budget.step_bytes // (head_dim * itemsize), _MIN_KEYS), _MAX_KEYS)
+    keys = budget.step_bytes // (_power_of_two(head_dim) * itemsize)
+    keys = min(max(keys, _MIN_KEYS), _MAX_KEYS)
     wanted = pl.cdiv(_TARGET_PROGRAMS, num_blocks * num_kv_heads * row_tiles)
     useful = pl.cdiv(max_pages * page_size, max(_MIN_SPLIT_KEYS, keys))
     splits = min(_power_of_two(wanted), _power_of_two(useful), _MAX_SPLITS)
@@ -149,23 +160,21 @@ def most_invariant_blocks(q_shape: tuple[int, ...], k: jax.Array, max_pages: int
 def _attend_to_split(
     q_ref: Any,
     k_ref: Any,
-    v_ref: Any,
-    page_table_ref: Any,
-    positions_ref: Any,
-    kv_lens_ref: Any,
     *others: Any,
     tiling: Tiling,
     options: Scores,
+    has_values: bool,
 ) -> None:
     """The kernel: a tile of rows of one block and kv head over one split of the context.
 
-    Refs are whole arrays in global memory: q [N, Q, num_heads, head_dim]; k and v
-    [num_pages, num_kv_heads, page_size, head_dim]; the tables as of `paged_attention`; sinks, if
-    there are some; and, written here, out [splits, N, Q, num_heads, head_dim] and lse
-    [splits, N, Q, num_heads], the log2 of the sum of powers of two of the scores. Scores are in
-    units of log2.
+    Refs are whole arrays in global memory: q [N, Q, num_heads, head_dim]; k and, if keys are not
+    values too, v [num_pages, num_kv_heads, page_size, head_dim]; the tables as of
+    `paged_attention`; sinks, if there are some; and, written here, out
+    [splits, N, Q, num_heads, head_dim] and lse [splits, N, Q, num_heads], the log2 of the sum of
+    powers of two of the scores. Scores are in units of log2.
     """
-    *sinks, out_ref, lse_ref = others
+    v_ref, *rest = others if has_values else (None, *others)
+    page_table_ref, positions_ref, kv_lens_ref, *sinks, out_ref, lse_ref = rest
     block, split = pl.program_id(0), pl.program_id(2)
     kv_head = lax.div(pl.program_id(1), tiling.row_tiles)
     tile = lax.rem(pl.program_id(1), tiling.row_tiles)
@@ -176,9 +185,12 @@ def _attend_to_split(
     row = tile * tiling.rows + jnp.arange(tiling.rows, dtype=jnp.int32)
     query, head = lax.div(row, group), kv_head * group + lax.rem(row, group)
     is_row = query < num_queries
-    dim = jnp.arange(head_dim, dtype=jnp.int32)
-    at_rows = (block, query[:, None], head[:, None], dim[None, :])
-    q = plgpu.load(q_ref.at[at_rows], mask=is_row[:, None], other=0.0).astype(k_ref.dtype)
+    dims = _dims_of_parts(head_dim)
+    at_rows = [(block, query[:, None], head[:, None], dim[None, :]) for dim in dims]
+    q = tuple(
+        plgpu.load(q_ref.at[at], mask=is_row[:, None], other=0.0).astype(k_ref.dtype)
+        for at in at_rows
+    )
     position = plgpu.load(positions_ref.at[block, query], mask=is_row, other=0)
     kv_len = kv_lens_ref[block]
     steps = steps_of_split(positions_ref[block, 0], kv_len, split, tiling, options)
@@ -186,21 +198,34 @@ def _attend_to_split(
     start = (
         jnp.full((tiling.rows,), MASKED, jnp.float32),
         jnp.zeros((tiling.rows,), jnp.float32),
-        jnp.zeros((tiling.rows, head_dim), jnp.float32),
+        tuple(jnp.zeros((tiling.rows, size), jnp.float32) for size in head_parts(head_dim)),
     )
     for sinks_ref in sinks:  # the first split has them
         has_sinks = jnp.full((tiling.rows,), split == 0)
         peak = jnp.where(has_sinks, log2_sinks(sinks_ref, head, is_row), MASKED)
         start = peak, jnp.where(has_sinks, 1.0, 0.0), start[2]
     softmax = attend_to_keys(q, position, keys, steps, start, tiling, options)
-    out, lse = split_result(softmax)
-    out = out.astype(out_ref.dtype)
-    plgpu.store(out_ref.at[(split, *at_rows)], out, mask=is_row[:, None])
+    outs, lse = split_result(softmax)
+    for at, out in zip(at_rows, outs, strict=True):
+        plgpu.store(out_ref.at[(split, *at)], out.astype(out_ref.dtype), mask=is_row[:, None])
     plgpu.store(lse_ref.at[split, block, query, head], lse, mask=is_row)
 
 
+def _dims_of_parts(head_dim: int) -> list[jax.Array]:
+    """The channels of each of the `head_parts`."""
+    dims, first = [], 0
+    for size in head_parts(head_dim):
+        dim = jnp.arange(size, dtype=jnp.int32)
+        dims.append(first + dim if first else dim)
+        first += size
+    return dims
+
+
 class Keys(NamedTuple):
-    """Keys and values of one kv head of a request: the refs, and which of them."""
+    """Keys and values of one kv head of a request: the refs, and which of them.
+
+    Without a ref of values, keys are values too.
+    """
 
     k_ref: Any
     v_ref: Any
@@ -210,15 +235,15 @@ class Keys(NamedTuple):
     num_keys: jax.Array
 
 
-Softmax = tuple[jax.Array, jax.Array, jax.Array]
-"""State of an online softmax over rows: peak [R], total [R], acc [R, head_dim], all float32.
+Softmax = tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]
+"""State of an online softmax over rows: peak [R], total [R], acc [R, size], all float32.
 
-Peaks are in units of log2.
+Peaks are in units of log2. There is an acc for each of the `head_parts`.
 """
 
 
 def attend_to_keys(
-    q: jax.Array,
+    q: tuple[jax.Array, ...],
     position: jax.Array,
     keys: Keys,
     steps: tuple[jax.Array, jax.Array],
@@ -228,11 +253,11 @@ def attend_to_keys(
 ) -> Softmax:
     """Adds the keys of steps [begin, end) to a softmax; inside a kernel.
 
-    Shape: q: [R, head_dim] of the keys' dtype. position: [R].
+    Shape: q: [R, size] of the keys' dtype, for each of the `head_parts`. position: [R].
     """
     k_ref, v_ref, page_table_ref, block, kv_head, kv_len = keys
     page_size, head_dim = k_ref.shape[2:]
-    dim = jnp.arange(head_dim, dtype=jnp.int32)
+    dims = _dims_of_parts(head_dim)
     # Float32 inputs would be rounded to TF32 by default.
     precision = lax.Precision.HIGHEST if k_ref.dtype == jnp.float32 else None
 
@@ -247,10 +272,15 @@ def attend_to_keys(
         exists = key < kv_len
         page = plgpu.load(page_table_ref.at[block, lax.div(key, page_size)], mask=exists, other=0)
         offset = lax.rem(key, page_size)
-        at_keys = (page[:, None], kv_head, offset[:, None], dim[None, :])
-        k = plgpu.load(k_ref.at[at_keys], mask=exists[:, None], other=0.0)
-        v = plgpu.load(v_ref.at[at_keys], mask=exists[:, None], other=0.0)
-        scores = log2_scores(dot(q, k, 1), options)
+        at_keys = [(page[:, None], kv_head, offset[:, None], dim[None, :]) for dim in dims]
+
+        def load(ref: Any) -> list[jax.Array]:
+            return [plgpu.load(ref.at[at], mask=exists[:, None], other=0.0) for at in at_keys]
+
+        k = load(k_ref)
+        v = k if v_ref is None else load(v_ref)
+        products = [dot(*parts, 1) for parts in zip(q, k, strict=True)]
+        scores = log2_scores(functools.reduce(jnp.add, products), options)
         seen = exists[None, :] & (key[None, :] <= position[:, None])
         if options.sliding_window is not None:
             seen &= key[None, :] > position[:, None] - options.sliding_window
@@ -260,8 +290,11 @@ def attend_to_keys(
         weights = jnp.where(seen, jnp.exp2(scores - new_peak[:, None]), 0.0)
         shrink = jnp.exp2(peak - new_peak)
         new_total = total * shrink + jnp.sum(weights, axis=1)
-        new_acc = acc * shrink[:, None] + dot(weights.astype(v.dtype), v, 0)
-        return new_peak, new_total, new_acc
+        new_acc = [
+            part * shrink[:, None] + dot(weights.astype(values.dtype), values, 0)
+            for part, values in zip(acc, v, strict=True)
+        ]
+        return new_peak, new_total, tuple(new_acc)
 
     return lax.fori_loop(*steps, body, start)
 
@@ -279,11 +312,12 @@ def log2_sinks(sinks_ref: Any, head: jax.Array, is_row: jax.Array) -> jax.Array:
     return plgpu.load(sinks_ref.at[head], mask=is_row, other=0.0) * LOG2_E
 
 
-def split_result(softmax: Softmax) -> tuple[jax.Array, jax.Array]:
-    """Outputs [R, head_dim] and log2 of the sums [R] of a split; 0 and very small without keys."""
+def split_result(softmax: Softmax) -> tuple[list[jax.Array], jax.Array]:
+    """Outputs [R, size] and log2 of the sums [R] of a split; 0 and very small without keys."""
     peak, total, acc = softmax
     safe_total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
-    return acc / safe_total[:, None], jnp.where(total > 0.0, peak + jnp.log2(safe_total), MASKED)
+    outs = [part / safe_total[:, None] for part in acc]
+    return outs, jnp.where(total > 0.0, peak + jnp.log2(safe_total), MASKED)
 
 
 def steps_of_split(
@@ -327,7 +361,7 @@ def combine(out_SNQDh: jax.Array, lse_SNQD: jax.Array, *, is_ordered: bool = Fal
 def paged_attention(
     q_NQDh: jax.Array,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     page_table: jax.Array,
     positions: jax.Array,
     kv_lens: jax.Array,
@@ -340,9 +374,9 @@ def paged_attention(
     """Causal attention of query blocks over their requests' pages.
 
     Args:
-        q_NQDh: [N, Q, num_heads, head_dim] queries; `head_dim` is one of `HEAD_DIMS`.
+        q_NQDh: [N, Q, num_heads, head_dim] queries; the `head_parts` are of `HEAD_DIMS`.
         k: [num_pages, num_kv_heads, page_size, head_dim] keys of a layer's cache.
-        v: The same of its values.
+        v: The same of its values; None where keys are values too.
         page_table: [N, P] int32, ids of each request's pages in order.
         positions: [N, Q] int32, position of each query in its request.
         kv_lens: [N] int32, keys that exist; 0 for an unused block.
@@ -359,9 +393,11 @@ def paged_attention(
     choose = invariant_tiling if is_invariant else choose_tiling
     tiling = choose(q_NQDh.shape, k, page_table.shape[1])
     is_split = tiling.splits > 1
-    more = () if sinks is None else (sinks,)
+    values, more = ([] if x is None else [x] for x in (v, sinks))
     out, lse = pl.pallas_call(
-        functools.partial(_attend_to_split, tiling=tiling, options=options),
+        functools.partial(
+            _attend_to_split, tiling=tiling, options=options, has_values=v is not None
+        ),
         grid=(num_blocks, num_kv_heads * tiling.row_tiles, tiling.splits),
         out_shape=(
             jax.ShapeDtypeStruct(
@@ -372,7 +408,7 @@ def paged_attention(
         compiler_params=plgpu.CompilerParams(num_warps=tiling.num_warps, num_stages=NUM_STAGES),
         interpret=interpret,
         name="paged_attention",
-    )(q_NQDh, k, v, page_table, positions, kv_lens, *more)
+    )(q_NQDh, k, *values, page_table, positions, kv_lens, *more)
     if not is_split:
         return out[0]
     return combine(out, lse, is_ordered=is_invariant).astype(q_NQDh.dtype)

@@ -23,7 +23,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from sgljax_engine.kernels.gpu.paged_attention import LOG2_E, Scores, Softmax, log2_sinks
+from sgljax_engine.kernels.gpu.paged_attention import LOG2_E, Scores, log2_sinks
+
+_Softmax = tuple[jax.Array, jax.Array, jax.Array]
+"""Peak [R], total [R] and acc [R, width] of an online softmax."""
 
 ROWS = 128
 """Rows of queries in a program: two warp groups, each with 64 for a product of the tensor cores."""
@@ -182,7 +185,7 @@ def _attend_to_tile(
         kv_len = kv_lens_ref[last]
         steps = _Steps.of(positions_ref[first, 0], kv_len, tiling.keys, window)
 
-        def add_step(step: jax.Array, carry: Softmax) -> Softmax:
+        def add_step(step: jax.Array, carry: _Softmax) -> _Softmax:
             peak, total, acc = carry
             key = step * tiling.keys + jnp.arange(tiling.keys, dtype=jnp.int32)
             # Memory beyond kv_lens may hold anything, NaN included: the last key stands for it.
@@ -208,7 +211,7 @@ def _attend_to_tile(
             new_total = total * shrink + jnp.sum(weights, axis=1)
             return new_peak, new_total, acc * shrink[:, None] + _dot(weights.astype(v.dtype), v, 0)
 
-        state: Softmax = (
+        state: _Softmax = (
             jnp.full((ROWS,), _UNSEEN, jnp.float32),
             jnp.zeros((ROWS,), jnp.float32),
             jnp.zeros((ROWS, width), jnp.float32),

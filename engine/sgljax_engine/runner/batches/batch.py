@@ -20,11 +20,8 @@ import numpy as np
 from sgljax_engine.runner.batches.page_ids import NO_SLOT, window_slots, window_table
 from sgljax_engine.types import NO_ADAPTER, PrefillChunk, Request
 
-_UNIT = 4
-"""Neighbouring rows that share the pages of their prompt. With more, groups would fill fewer units,
-since they lose rows as samples finish."""
-
 _SHARED_TOKENS = 64
+"""First tokens that requests must share to be neighbours."""
 
 
 class ForwardBatch(NamedTuple):
@@ -244,30 +241,39 @@ def _cut(packed: ForwardBatch, start: int, count: int, bucket: int, block: int) 
 def decode_order(requests: Sequence[Request], page_size: int) -> list[int]:
     """The order in which requests become rows.
 
-    The longest come first, since threads that take rows one by one then end together; equal ones
-    keep their order. But requests with the same prompt share its pages, and are neighbours where
-    they fill units of `_UNIT` rows: the caches then hold what they share. Units come before the
-    other rows.
+    Requests that share first pages of their prompts are neighbours, since attention reads what
+    neighbours share once. Those come first that share pages with others, the longest before shorter
+    ones: threads that take rows in order then end together.
     """
-    lengths = [-request.kv_len for request in requests]
-    samples: dict[int, list[int]] = {}
-    rest: list[int] = []
-    for index in sorted(range(len(requests)), key=lengths.__getitem__):
-        request = requests[index]
-        # The last token of a prompt is the first decode step's input, so its page is not shared.
-        num_shared = (len(request.prompt_ids) - 1) // page_size
-        if num_shared * page_size < _SHARED_TOKENS:  # too little to share
-            rest.append(index)
+    prefixes = [_prefix_of_prompt(request, page_size) for request in requests]
+    sharing: dict[int, list[int]] = {}
+    for index, prefix in enumerate(prefixes):
+        sharing.setdefault(prefix[0] if prefix else -1, []).append(index)
+    alone = sharing.pop(-1, [])
+    groups = []
+    for indices in sharing.values():
+        if len(indices) > 1:
+            groups.append(sorted(indices, key=lambda i: (prefixes[i], -requests[i].kv_len)))
         else:
-            # A page belongs to one prefix, so requests that share a prompt's last page share all.
-            samples.setdefault(request.pages[num_shared - 1], []).append(index)
-    units: list[list[int]] = []
-    for indices in samples.values():
-        end = len(indices) - len(indices) % _UNIT
-        units += (indices[i : i + _UNIT] for i in range(0, end, _UNIT))
-        rest += indices[end:]
-    units.sort(key=lambda unit: lengths[unit[0]])
-    return [*itertools.chain.from_iterable(units), *sorted(rest, key=lambda i: (lengths[i], i))]
+            alone += indices
+    groups.sort(key=lambda group: -max(requests[i].kv_len for i in group))
+    alone.sort(key=lambda i: (-requests[i].kv_len, i))
+    return [*itertools.chain.from_iterable(groups), *alone]
+
+
+def _prefix_of_prompt(request: Request, page_size: int) -> list[int]:
+    """Some pages of a prompt, the last whole one included; none if there is little to share.
+
+    A page belongs to one prefix. So of requests whose lists begin alike, the pages before are alike
+    too, and the lists need only every page whose number is a power of two.
+    """
+    # The last token of a prompt is the first decode step's input, so its page is not shared.
+    num_shared = (len(request.prompt_ids) - 1) // page_size
+    count, pages = max(_SHARED_TOKENS // page_size, 1), []
+    while count <= num_shared:
+        pages.append(request.pages[count - 1])
+        count *= 2
+    return [*pages, request.pages[num_shared - 1]] if pages else []
 
 
 def build_decode_batch(

@@ -46,7 +46,7 @@ def fit_parallel(
     first = 1
     if not is_auto:
         first = devices.shape[tensor_dim]
-        check_divides(model, first)
+        check_divides(model, first, asked.expert_parallel_size)
     tried: list[str] = []
     tried_last: ParallelConfig | None = None
     for tp_size in range(first, devices.size + 1):
@@ -89,7 +89,13 @@ def _needed_and_free(
     engine = group.engines[0]
     runtime = config.runtime
     kernels = pick_kernels(runtime.linear_backend, engine.target).kernels
-    attention = engine_attention(runtime.attention_backend, engine.target, model.head_dims, kernels)
+    attention = engine_attention(
+        runtime.attention_backend,
+        engine.target,
+        model.head_dims,
+        kernels,
+        has_values=model.attention.has_values,
+    )
     tokens = config.max_model_len or model.context_length
     per_token = sum(bytes_per_token(model, config, engine, attention.heads_per_row))
     kv = math.ceil(tokens * per_token / config.cache.mem_fraction_static)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sgljax_engine.cache.kv_pages import KVPages, LayerKV
+from sgljax_engine.cache.kv_pages import KVPages
 from sgljax_engine.cache.layer_states import LayerState, scatter_states
 from sgljax_engine.runner.batches.page_ids import PageIds
 from sgljax_engine.runner.programs.context import ProgramContext
@@ -68,7 +68,7 @@ def write_pages(
 
     of_layers = zip(kv.layers, _ids_of_layers(static, page_ids), moved.layers, strict=True)
     layers = tuple(
-        LayerKV(*(write(*each) for each in zip(layer, (ids, ids), bits, strict=True)))
+        jax.tree.map(lambda pages, bits, ids=ids: write(pages, ids, bits), layer, bits)
         for layer, ids, bits in of_layers
     )
     routed = kv.routed
@@ -138,7 +138,7 @@ def _each_layer(
     """Applies a function to each layer's pages and its ids, and to the experts beside them."""
     of_layers = zip(*(_ids_of_layers(static, each) for each in ids), strict=True)
     layers = tuple(
-        LayerKV(function(layer.k, *own), function(layer.v, *own))
+        jax.tree.map(lambda pages, own=own: function(pages, *own), layer)
         for layer, own in zip(kv.layers, of_layers, strict=True)
     )
     if kv.routed is None:

@@ -102,7 +102,8 @@ def _hidden(
     caches: list[LayerCache] = []
     for layout in static.page_layouts:
         shape = (num_blocks, layout.num_rows, num_tokens // num_blocks, layout.row_size)
-        caches.append(LayerKV(*(jnp.zeros(shape, context.dtype) for _ in "kv")))
+        k = jnp.zeros(shape, context.dtype)
+        caches.append(LayerKV(k, jnp.zeros_like(k) if layout.has_values else None))
     if net is not None:
         states = (jnp.zeros(shape, jnp.float32) for shape in state_shapes(net, 1))
         caches += [LayerState(*states)] * len(context.config.state_layers)
