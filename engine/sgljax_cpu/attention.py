@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from sgljax_cpu.attention_tile import (
     SPAN,
+    Ahead,
     Attention,
     AttentionShape,
     Pages,
@@ -340,9 +341,13 @@ class _Kernel(NamedTuple):
             whole = code.mul(code.div(code.sub(end, first), at_once), at_once)
             rest = code.add(first, whole)
 
+            turns = code.div(code.add(code.sub(end, first), at_once - 1), at_once)
+
             def add(row: Value, count: int, key: Value) -> None:
-                place = code.at(state, code.mul(code.sub(row, first), row_size))
-                code.call(tiles[count], VOID, [values, row, part, place, key])
+                index = code.sub(row, first)
+                place, turn = code.at(state, code.mul(index, row_size)), code.div(index, at_once)
+                arguments = [values, row, part, place, key, shared, turn, turns]
+                code.call(tiles[count], VOID, arguments)
 
             with code.loop(0, shared, SPAN) as key:
                 with code.loop(first, rest, at_once) as row:
@@ -353,9 +358,10 @@ class _Kernel(NamedTuple):
         return code.function
 
     def _write_tile_of_run(self, num_rows: int) -> Value:
-        """Writes f(values, row, part, softmax, key): the span that begins at a key, for rows."""
-        with Code(self.module, f"rows{num_rows}", VOID, [PTR, I64, I64, PTR, I64]) as code:
-            values, row, part, state, key = code.arguments
+        """Writes f(values, row, part, softmax, key, shared, turn, turns): a span, for rows."""
+        types = [PTR, I64, I64, PTR, I64, I64, I64, I64]
+        with Code(self.module, f"rows{num_rows}", VOID, types) as code:
+            values, row, part, state, key, shared, *ahead = code.arguments
             arrays = self.read(code, values)
             tokens = [code.add(row, i) for i in range(num_rows)]
             places = [self.place(code, token, part) for token in tokens]
@@ -366,9 +372,9 @@ class _Kernel(NamedTuple):
             softmax = Softmax(code, state, self.shape.head_dim, self.lanes)
             with code.when(code.equal(key, 0)):
                 softmax.start(len(queries.ends), self.sinks(code, arrays, part, num_rows))
-            end = code.add(key, SPAN)
-            pages = self.pages(code, arrays, row, part, end)
-            Attention(pages, arrays[1], arrays[2], queries, softmax).add_keys(key, end)
+            pages = self.pages(code, arrays, row, part, shared)
+            attention = Attention(pages, *arrays[1:3], queries, softmax, Ahead(*ahead))
+            attention.add_keys(key, code.add(key, SPAN))
         return code.function
 
     def write_num_shared(self) -> Value:

@@ -234,6 +234,13 @@ class Softmax(NamedTuple):
                 code.store(mean, place, 4)
 
 
+class Ahead(NamedTuple):
+    """Says which keys of the next span a tile of a run brings into the caches: every `turns`th."""
+
+    turn: Value
+    turns: Value
+
+
 class _Span(NamedTuple):
     """Keys that are processed together.
 
@@ -260,12 +267,13 @@ class Attention:
         v_pages: Value,
         queries: Queries,
         softmax: Softmax,
+        ahead: Ahead | None = None,
     ) -> None:
         """Takes the keys and values of `pages` from `k_pages` and `v_pages`, whole arrays."""
         code, lanes = softmax.code, softmax.lanes
         self._code, self._lanes, self._shape = code, lanes, pages.shape
         self._pages, self._k_pages, self._v_pages = pages, k_pages, v_pages
-        self._queries, self._softmax = queries, softmax
+        self._queries, self._softmax, self._ahead = queries, softmax, ahead
         self._count = count = len(queries.ends)
         self._scores = code.stack(f"[{count * SPAN} x float]")
         self._by_lane = code.stack(f"[{count * lanes * lanes} x float]")
@@ -304,6 +312,8 @@ class Attention:
         with code.loop(span.start, span.num_keys, lanes) as at:
             first = code.add(span.begin, at)
             keys, following = self._two_vectors(self._k_pages, first)
+            if self._ahead is not None:
+                self._prefetch(self._ahead, code.add(first, SPAN))
             for row, scores in enumerate(self._products(keys, following)):
                 if self._shape.softcap is not None:
                     cap = code.splat(f32(self._shape.softcap), lanes)
@@ -313,6 +323,16 @@ class Attention:
                 code.store(scores, code.at(self._scores, code.add(at, row * SPAN)), 4)
                 highest[row].set(code.float_max(highest[row].get(), scores))
         return [each.get() for each in highest]
+
+    def _prefetch(self, ahead: Ahead, first: Value) -> None:
+        """Emits prefetches of a vector's keys and values, of those that are this tile's turn."""
+        code = self._code
+        for pages in (self._k_pages, self._v_pages):
+            found = self._pages.vector_of(pages, first, self._lanes, self._places[1])
+            with code.loop(ahead.turn, self._lanes, ahead.turns) as index:
+                place = found.address(index)
+                for channel in range(0, self._shape.head_dim, _LINE):
+                    code.prefetch(code.at(place, channel, self._shape.stored))
 
     def _two_vectors(self, pages: Value, first: Value) -> tuple[KeyVector, KeyVector]:
         """One vector of keys or values, and the next one."""
