@@ -30,11 +30,12 @@ from sgljax_cpu.numbers import STORED, load_as_float
 SPAN = 256
 """Keys whose scores are in memory together."""
 
-_SUMS = 8
-"""Vectors of weighted values that are in registers together."""
+_SUMS = 16
+"""Vectors of weighted values that are added up together. Reading values once is worth more than
+having all sums in registers, where AVX2 and ARM64 have few."""
 
-_CHAINS = 8
-"""Products of keys and queries that are added up at the same time."""
+_SUMS_OF_RUN = 8
+"""The same for a run, whose values are in the caches."""
 
 _UNROLLED = 128
 """Channels times queries up to which the loop over the keys of a vector is unrolled."""
@@ -197,9 +198,8 @@ class Softmax(NamedTuple):
 
     def sums(self, query: int, channel: Number = 0) -> Value:
         """The address of a query's weighted values."""
-        return self.code.at(
-            self.code.at(self.base, query * self.size_of(self.head_dim, self.lanes)), channel
-        )
+        record = query * self.size_of(self.head_dim, self.lanes)
+        return self.code.at(self.code.at(self.base, record), channel)
 
     def total(self, query: int) -> Value:
         """The address of a query's total, by lanes."""
@@ -311,9 +311,9 @@ class Attention:
         highest = [code.variable(masked) for _ in range(self._count)]
         with code.loop(span.start, span.num_keys, lanes) as at:
             first = code.add(span.begin, at)
-            keys, following = self._two_vectors(self._k_pages, first)
             if self._ahead is not None:
                 self._prefetch(self._ahead, code.add(first, SPAN))
+            keys, following = self._two_vectors(self._k_pages, first)
             for row, scores in enumerate(self._products(keys, following)):
                 if self._shape.softcap is not None:
                     cap = code.splat(f32(self._shape.softcap), lanes)
@@ -357,16 +357,12 @@ class Attention:
         code, lanes = self._code, self._lanes
         if self._shape.head_dim * self._count <= _UNROLLED:
             return self._totals_of(
-                [self._products_by_lane(keys, following, [i])[0] for i in range(lanes)]
+                [self._products_by_lane(keys, following, i) for i in range(lanes)]
             )
-        at_once = max(_CHAINS // self._count, 1)
-        with code.loop(0, lanes, at_once) as index:
-            indices = [code.add(index, i) for i in range(at_once)]
-            of_keys = self._products_by_lane(keys, following, indices)
-            for index, of_queries in zip(indices, of_keys, strict=True):
-                for row, products in enumerate(of_queries):
-                    place = code.mul(code.add(index, row * lanes), lanes)
-                    code.store(products, code.at(self._by_lane, place), 4)
+        with code.loop(0, lanes) as index:
+            for row, products in enumerate(self._products_by_lane(keys, following, index)):
+                place = code.mul(code.add(index, row * lanes), lanes)
+                code.store(products, code.at(self._by_lane, place), 4)
         by_key = [
             [
                 code.load(code.at(self._by_lane, (row * lanes + i) * lanes), vector(lanes), 4)
@@ -388,26 +384,23 @@ class Attention:
         return [add_neighbours(self._code, a, b, half, self._lanes) for a, b in pairs]
 
     def _products_by_lane(
-        self, keys: KeyVector, following: KeyVector, indices: Sequence[Number]
-    ) -> list[list[Value]]:
-        """For each key its product with each query; the sum of that over lanes is the score."""
+        self, keys: KeyVector, following: KeyVector, index: Number
+    ) -> list[Value]:
+        """Product of one key with each query; its sum over lanes is the score."""
         code, lanes, head_dim = self._code, self._lanes, self._shape.head_dim
-        addresses = [keys.address(index) for index in indices]
-        later = [following.address(index) for index in indices]
-        sums: list[list[Value]] = [[] for _ in indices]
+        key, later = keys.address(index), following.address(index)
+        sums: list[Value] = []
         for channel in range(0, head_dim, lanes):
             if channel % _LINE == 0:
-                for place in later:
-                    code.prefetch(code.at(place, channel, self._shape.stored))
-            parts = [keys.channels(key, channel, lanes) for key in addresses]
+                code.prefetch(code.at(later, channel, self._shape.stored))
+            part = keys.channels(key, channel, lanes)
             for row in range(self._count):
                 place = code.at(self._queries.vectors, row * head_dim + channel)
                 query = code.load(place, vector(lanes), 4)
-                for of_key, part in zip(sums, parts, strict=True):
-                    if channel == 0:
-                        of_key.append(code.float_op("fmul", query, part))
-                    else:
-                        of_key[row] = code.fma(query, part, of_key[row])
+                if channel == 0:
+                    sums.append(code.float_op("fmul", query, part))
+                else:
+                    sums[row] = code.fma(query, part, sums[row])
         return sums
 
     # ------------------------------------------------------------------ weights
@@ -438,7 +431,7 @@ class Attention:
     def _add_values(self, span: _Span, shrinks: Sequence[Value]) -> None:
         """Adds a span's weighted values to the sums, a few channels of all queries at a time."""
         width = self._shape.head_dim // self._lanes
-        at_once = max(_SUMS // self._count, 1)
+        at_once = max((_SUMS if self._ahead is None else _SUMS_OF_RUN) // self._count, 1)
         for begin in range(0, width, at_once):
             parts = range(begin, min(begin + at_once, width))
             self._add_channels(span, shrinks, [part * self._lanes for part in parts])

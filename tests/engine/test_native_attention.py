@@ -112,28 +112,28 @@ LENGTHS, PREFIXES = zip(
     *((600, 0), (601, 35), (597, 35), (1200, 35), (580, 20), (900, 20), (599, 35)),
     *((560, 35), (777, 35), (590, 35)),
     # rows of another prompt, and rows on their own
-    *((300, 0), (310, 18), (290, 17), (17, 0), (1, 0), (16, 1), (530, 0)),
+    *((300, 0), (310, 18), (290, 17), (17, 0), (16, 1), (1, 0), (530, 0)),
     strict=True,
 )
 
 
 @pytest.mark.parametrize(
-    ("options", "sizes", "dtype"),
-    spread(list(OPTIONS), [(4, 2, 32), (4, 1, 16), (2, 2, 64)], ["float32", "bfloat16"]),
+    ("options", "sizes", "dtype", "page_size"),
+    spread(list(OPTIONS), [(4, 2, 32), (8, 1, 16), (2, 2, 64)], ["float32", "bfloat16"], [16, 4]),
 )
 @pytest.mark.parametrize("has_sinks", [False, True])
-def test_rows_that_share_first_pages(options, sizes, dtype, has_sinks):
+def test_rows_that_share_first_pages(options, sizes, dtype, page_size, has_sinks):
     """Their keys are read together, and their bits are those of each row alone."""
     num_heads, num_kv_heads, head_dim = sizes
     case = ragged_case(
         LENGTHS,
-        page_size=16,
+        page_size=page_size,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         num_queries=1,
         head_dim=head_dim,
         dtype=dtype,
-        prefixes=PREFIXES,
+        prefixes=[16 // page_size * count for count in PREFIXES],
     )
     sinks = [np.linspace(-1, 1, num_heads, dtype=np.float32)] if has_sinks else []
     options = OPTIONS[options]
