@@ -100,8 +100,12 @@ def ragged_case(
     num_queries: int,
     head_dim: int,
     dtype: Any = np.float32,
+    prefixes: Sequence[int] = (),
 ) -> RaggedCase:
-    """A block of `num_queries` queries for each length, which must be at least as many."""
+    """A block of `num_queries` queries for each length, which must be at least as many.
+
+    `prefixes` has for each sequence how many first pages are those of the one before it.
+    """
     rng = np.random.default_rng(0)
     lengths = np.asarray(lengths)
     pages_each = -(-lengths // page_size)
@@ -116,12 +120,16 @@ def ragged_case(
 
     keys, values = [], []
     for i, length in enumerate(lengths):
-        pages, order = order[: pages_each[i]], order[pages_each[i] :]
+        num_shared = prefixes[i] if prefixes else 0
+        own, order = np.split(order, [pages_each[i] - num_shared])
+        pages = np.concatenate([table[i - 1, :num_shared], own])
         table[i, : len(pages)] = pages
         at = np.arange(length)
         slots = pages[at // page_size] * page_size + at % page_size
-        keys.append(draw(length, num_kv_heads, head_dim))
-        values.append(draw(length, num_kv_heads, head_dim))
+        for each in (keys, values):
+            drawn = draw(length, num_kv_heads, head_dim)
+            shared = each[i - 1][: num_shared * page_size] if num_shared else drawn[:0]
+            each.append(np.concatenate([shared, drawn[len(shared) :]]))
         pool_k[slots], pool_v[slots] = keys[i], values[i]
     positions = np.zeros((len(table), num_queries), np.int32)
     positions[:-1] = lengths[:, None] - num_queries + np.arange(num_queries)

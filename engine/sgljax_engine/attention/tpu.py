@@ -27,6 +27,7 @@ class TpuAttention:
     name: str = "tpu"
     takes_projections: bool = False
     verifies_blocks: bool = True
+    shares_prompts: bool = True
 
     heads_per_row: int = 1
     mesh: jax.sharding.AbstractMesh | None = None
