@@ -21,7 +21,7 @@ _RUN_QUERIES = 64
 _MIN_RUN_BLOCKS = 16
 """Where more query heads share a kv head, a run takes several tiles; samples come in sixteens."""
 
-_BLOCKS_PER_RUN = 4
+BLOCKS_PER_RUN = 4
 """Batches have room for so many times fewer runs than blocks; other runs are none."""
 
 
@@ -58,7 +58,7 @@ def find_runs(
     """
     num_blocks, width = page_table.shape
     size = min(size, num_blocks)
-    num_runs = max(num_blocks // _BLOCKS_PER_RUN, 1)
+    num_runs = max(num_blocks // BLOCKS_PER_RUN, 1)
     number = jnp.arange(num_blocks, dtype=jnp.int32)
     page = jnp.arange(width, dtype=jnp.int32)[None]
     full = num_keys // page_size

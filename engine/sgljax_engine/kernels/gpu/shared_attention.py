@@ -38,6 +38,10 @@ _PROGRAMS_PER_RUN = 4
 """Runs have larger tiles than blocks, of which a GPU holds so many times fewer."""
 
 
+_WIDE_HEAD, _MAX_WIDE_ROWS = 256, 32
+"""Rows of wider heads are fewer, else registers do not hold their sums."""
+
+
 class QueryPrologue(NamedTuple):
     """What is left to do to queries: sines and cosines [N, h // 2] float32, and norms if any."""
 
@@ -62,7 +66,12 @@ def run_tiling(
     if is_invariant:
         return invariant_tiling(shape, k, max_pages)
     own, tiling = (choose_tiling(each, k, max_pages) for each in (q_shape, shape))
-    return tiling._replace(splits=max(tiling.splits // _PROGRAMS_PER_RUN, own.splits))
+    rows = tiling.rows if q_shape[-1] <= _WIDE_HEAD else min(tiling.rows, _MAX_WIDE_ROWS)
+    return tiling._replace(
+        rows=rows,
+        row_tiles=tiling.row_tiles * tiling.rows // rows,
+        splits=max(tiling.splits // _PROGRAMS_PER_RUN, own.splits),
+    )
 
 
 def shared_attention(

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from sgljax_engine.kernels.runs import BLOCKS_PER_RUN
 from sgljax_engine.kernels.tpu.paged_sizes import LANES, Scores, Sizes
 from sgljax_engine.kernels.tpu.paged_step import attend_step
 
@@ -166,7 +167,11 @@ def paged_attention(
         # Operands are counted with the prefetched ones.
         input_output_aliases={} if new is None else {first_pool: 1, first_pool + 1: 2},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
-        cost_estimate=_cost(q_NQDh, new, k_pages, page_table_NP.shape[1], sizes, scores),
+        cost_estimate=_cost(
+            *(q_NQDh, new, k_pages, page_table_NP.shape[1], sizes, scores),
+            [*earlier, *lses],
+            is_shared=has_lse,
+        ),
         interpret=interpret,
         name="paged_attention",
     )(
@@ -186,9 +191,20 @@ def _cost(
     max_pages: int,
     sizes: Sizes,
     scores: Scores,
+    states: list[Any],
+    *,
+    is_shared: bool,
 ) -> pl.CostEstimate:
-    """Cost of a call if each request fills its page table; the compiler schedules by it."""
+    """Cost of a call if each request fills its page table; the compiler schedules by it.
+
+    Where keys are shared, and `states` pass between two calls: if all rows are in full runs, and
+    share half of their keys.
+    """
     num_blocks, num_queries, num_heads, head_dim = q_NQDh.shape
+    if is_shared:
+        num_blocks = -(-num_blocks * BLOCKS_PER_RUN // num_queries)
+    if states:
+        max_pages = -(-max_pages // 2)
     num_keys = max_pages * sizes.page_size
     if scores.sliding_window is not None:
         num_keys = min(num_keys, scores.sliding_window)
@@ -200,6 +216,7 @@ def _cost(
     # Keys and values of each page once a step; queries and outputs; the new ones, and their pages.
     num_steps = num_blocks // sizes.step_blocks
     num_bytes = 2 * num_steps * max_pages * page_bytes + 2 * q_NQDh.size * q_NQDh.dtype.itemsize
+    num_bytes += sum(x.size * x.dtype.itemsize for x in states)
     for x in new or ():
         stored = num_steps * min(sizes.step_pages, max_pages)
         num_bytes += x.size * x.dtype.itemsize + stored * page_bytes
