@@ -18,7 +18,7 @@ from sgljax_engine.preview import EnginePreview, preview_engine
 from sgljax_engine.runner.compile.compiled import ProgramCall
 from sgljax_engine.runner.compile.program_fit import ProgramDoesNotFit
 from sgljax_engine.runner.runner import ModelRunner
-from sgljax_engine.runner.warmup import call_size, largest, warm_calls
+from sgljax_engine.runner.warmup import Extra, call_size, largest, warm_calls
 from tools.aot.chips import Chip
 from tools.aot.report import ProgramReport, read_program
 from tools.aot.roofline import Estimate, estimate
@@ -117,7 +117,7 @@ def compile_programs(
     runner, memory = build_shapes(model, config, preview.dtype, mesh, chip.usable_bytes)
     preview = dataclasses.replace(preview, memory=memory)
     is_all = which == "all"
-    include = frozenset({"score", "table"}) if is_all else frozenset()
+    include: frozenset[Extra] = frozenset({"score", "table"}) if is_all else frozenset()
     calls = list(warm_calls(runner, include, has_shared=is_all))
     programs = []
     for call in calls if is_all else largest(calls):

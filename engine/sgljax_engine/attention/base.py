@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sgljax_engine.kernels.runs import SharedRuns
 from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.kernels.runs import SharedRuns
 
 T = TypeVar("T")
 

@@ -265,12 +265,13 @@ class ModelRunner:
         if output.drafts is not None:  # rejected drafts are recorded too
             row_tokens = output.drafts.row_tokens
             num_tokens = max(output.step_limits) + row_tokens
+        min_shared: Any = np.int32(MIN_SHARED_KEYS) if shares else None
         options = RowOptions(
             build_table(rows, size, vocab_size, num_tokens),
             build_logprob_batch(rows, size, vocab_size),
             build_mask_batch(rows, size),
             build_allowed_batch(rows, size, vocab_size, row_tokens),
-            np.int32(MIN_SHARED_KEYS) if shares else None,
+            min_shared,
         )
         max_finished = output.max_finished or rows_above_smaller_bucket(
             self.shapes.batch_buckets, len(rows)

@@ -170,7 +170,7 @@ def _attend_to_split(
 
     Refs are whole arrays in global memory: q [N, Q, num_heads, head_dim]; k and, if keys are not
     values too, v [num_pages, num_kv_heads, page_size, head_dim]; the tables as of
-    `paged_attention`; those of `SharedPart` and the sinks, if there are some; and, written here, out
+    `paged_attention`; a `SharedPart` and the sinks, if there are some; and, written here, out
     [splits, N, Q, num_heads, head_dim] and lse [splits, N, Q, num_heads], the log2 of the sum of
     powers of two of the scores. Scores are in units of log2.
     """

@@ -18,7 +18,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from sgljax_engine.kernels.runs import SharedRuns
 from sgljax_engine.kernels.gpu.decode_attention import HeadNorms, rotated_heads
 from sgljax_engine.kernels.gpu.paged_attention import (
     NUM_STAGES,
@@ -33,6 +32,7 @@ from sgljax_engine.kernels.gpu.paged_attention import (
     invariant_tiling,
     steps_of_split,
 )
+from sgljax_engine.kernels.runs import SharedRuns
 
 _PROGRAMS_PER_RUN = 4
 """Runs have larger tiles than blocks, of which a GPU holds so many times fewer."""
@@ -95,9 +95,7 @@ def shared_attention(
     """
     num_blocks, num_queries, num_heads, head_dim = q_NQDh.shape
     num_runs, run_blocks = runs.members.shape
-    tiling = run_tiling(
-        q_NQDh.shape, k, page_table.shape[1], run_blocks, is_invariant=is_invariant
-    )
+    tiling = run_tiling(q_NQDh.shape, k, page_table.shape[1], run_blocks, is_invariant=is_invariant)
     given = {"q": q_NQDh, "k": k, "v": v, "page_table": page_table, "kv_lens": kv_lens}
     given |= {"members": runs.members, "num_keys": runs.num_keys, "sinks": sinks}
     eps = offset = 0.0
@@ -116,7 +114,9 @@ def shared_attention(
     parts = pl.pallas_call(
         kernel,
         grid=(num_runs, k.shape[1] * tiling.row_tiles, tiling.splits),
-        out_shape=[jax.ShapeDtypeStruct(x, jnp.float32) for x in (state, state, (*state, head_dim))],
+        out_shape=[
+            jax.ShapeDtypeStruct(x, jnp.float32) for x in (state, state, (*state, head_dim))
+        ],
         compiler_params=plgpu.CompilerParams(num_warps=tiling.num_warps, num_stages=NUM_STAGES),
         interpret=interpret,
         name="shared_attention",
@@ -193,5 +193,3 @@ def _attend(
     for part, dim in zip(acc, dims, strict=True):
         at_part = (split, block[:, None], query[:, None], head[:, None], dim[None, :])
         plgpu.store(acc_ref.at[at_part], part, mask=is_row[:, None])
-
-

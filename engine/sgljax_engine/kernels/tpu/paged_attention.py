@@ -133,7 +133,7 @@ def paged_attention(
     results = [jax.ShapeDtypeStruct(q.shape, jnp.float32 if has_lse else q.dtype)]
     results += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written]
     lse = jax.ShapeDtypeStruct((num_blocks // sizes.step_blocks, *state, LANES), jnp.float32)
-    lses = [lse] if has_lse else []
+    lses: list[Any] = [lse] if has_lse else []
     names = ["table", "starts", "lens", "runs", *(["begins"] if scalars else []), "q"]
     names += [*(["new_k", "new_v"] if fresh else []), "k_pages", "v_pages"]
     names += [*(["lses", "outs"] if earlier else []), *(["sinks"] if first_keys else []), "out"]

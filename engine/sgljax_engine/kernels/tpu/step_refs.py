@@ -16,7 +16,8 @@ class Run(NamedTuple):
 
     The last block's page table has all its keys. `start` is the position of its first token;
     `kv_len` counts its own keys too. `page` and `chunk` are the first that it needs: older ones
-    have left the window, or were attended to before. `end_chunk` is the one after its last; `chunk` for an unused block.
+    have left the window, or were attended to before. `end_chunk` is the one after its last; `chunk`
+    for an unused block.
     """
 
     first: Any

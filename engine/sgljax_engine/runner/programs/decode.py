@@ -175,9 +175,7 @@ def decode(
     return KVPages(layers, end.routed, states), end.output
 
 
-def _find_runs(
-    rows: DecodeBatch, options: RowOptions, static: ProgramContext
-) -> SharedRuns | None:
+def _find_runs(rows: DecodeBatch, options: RowOptions, static: ProgramContext) -> SharedRuns | None:
     """Rows that share keys which are there before the dispatch; None without."""
     if options.min_shared_keys is None:
         return None
