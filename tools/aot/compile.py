@@ -18,7 +18,7 @@ from sgljax_engine.preview import EnginePreview, preview_engine
 from sgljax_engine.runner.compile.compiled import ProgramCall
 from sgljax_engine.runner.compile.program_fit import ProgramDoesNotFit
 from sgljax_engine.runner.runner import ModelRunner
-from sgljax_engine.runner.warmup import call_size, largest, warm_calls
+from sgljax_engine.runner.warmup import Extra, call_size, largest, warm_calls
 from tools.aot.chips import Chip
 from tools.aot.report import ProgramReport, read_program
 from tools.aot.roofline import Estimate, estimate
@@ -117,13 +117,12 @@ def compile_programs(
     runner, memory = build_shapes(model, config, preview.dtype, mesh, chip.usable_bytes)
     preview = dataclasses.replace(preview, memory=memory)
     is_all = which == "all"
-    calls = list(warm_calls(runner, frozenset({"score", "table"}) if is_all else frozenset()))
-    large = _large_sizes(runner)
-    num_layers = model.num_layers if chip.platform == "gpu" else None
+    include: frozenset[Extra] = frozenset({"score", "table"}) if is_all else frozenset()
+    calls = list(warm_calls(runner, include, has_shared=is_all))
     programs = []
     for call in calls if is_all else largest(calls):
         on_program(call.name, call_size(call))
-        programs.append(_compile(runner, call, large, num_layers))
+        programs.append(compile_call(runner, call, chip, model))
     fitting = [program for program in programs if program.memory is not None]
     estimates = [
         each
@@ -149,9 +148,12 @@ def _large_sizes(runner: ModelRunner) -> set[int]:
     return {math.prod(array.sharding.shard_shape(array.shape)) for array in arrays}
 
 
-def _compile(
-    runner: ModelRunner, call: ProgramCall, large: set[int], num_layers: int | None
+def compile_call(
+    runner: ModelRunner, call: ProgramCall, chip: Chip, model: ModelConfig
 ) -> ProgramReport:
+    """Compiles one program of a runner that has shapes for weights."""
+    large = _large_sizes(runner)
+    num_layers = model.num_layers if chip.platform == "gpu" else None
     started = time.perf_counter()
     name, size = call.name, call_size(call)
     try:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.kernels.runs import SharedRuns
 
 T = TypeVar("T")
 
@@ -46,11 +47,16 @@ class BlockTables(NamedTuple):
         positions: [N, Q] int32, position of each query in its request; no used query of a block
         comes before the block's first. kv_lens: [N] int32, keys that exist, the block's own
         included; 0 for an unused block.
+
+    Attributes:
+        runs: Blocks whose first keys may be read together, all before their queries. None without,
+            or for attention that does not share prompts.
     """
 
     page_table: jax.Array
     positions: jax.Array
     kv_lens: jax.Array
+    runs: SharedRuns | None = None
 
 
 class Prologue(NamedTuple):
@@ -132,6 +138,11 @@ class Attention(Protocol):
 
         A block reads its keys once, but tokens must be copied into it.
         """
+        ...
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether it reads keys once for `BlockTables.runs`, in blocks of one query."""
         ...
 
     def attend(

@@ -21,6 +21,7 @@ class NativeAttention:
     heads_per_row: int = 1
     takes_projections: bool = False
     verifies_blocks: bool = False
+    shares_prompts: bool = False
 
     def attend(
         self,

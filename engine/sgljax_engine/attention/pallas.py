@@ -28,6 +28,7 @@ from sgljax_engine.kernels.gpu.paged_attention import (
     paged_attention,
 )
 from sgljax_engine.kernels.gpu.prefill_attention import fills_gpu, prefill_attention
+from sgljax_engine.kernels.gpu.shared_attention import QueryPrologue, shared_attention
 from sgljax_engine.layers.basic import rms_norm
 from sgljax_engine.layers.kernels import Kernels
 from sgljax_engine.layers.rope import apply_rope
@@ -50,6 +51,7 @@ class PallasAttention:
     name: str = "pallas"
     heads_per_row: int = 1
     verifies_blocks: bool = True
+    shares_prompts: bool = True
 
     is_fused: bool = False
     is_invariant: bool = False
@@ -75,9 +77,11 @@ class PallasAttention:
         ) -> jax.Array:
             if self.is_fused and layer.v is not None and fills_gpu(q.shape, layer.k):
                 scores = Scores(*options)
+                where = tables.page_table, tables.positions, tables.kv_lens
                 return prefill_attention(
-                    q, layer.k, layer.v, *tables, scores, sinks, interpret=self.interpret
+                    q, layer.k, layer.v, *where, scores, sinks, interpret=self.interpret
                 )
+            tables = _with_runs(tables, options)
             attend = functools.partial(
                 self._attend_to_pages, layer=layer, options=options, sinks=sinks
             )
@@ -87,7 +91,7 @@ class PallasAttention:
             most = most_invariant_blocks(q.shape, layer.k, tables.page_table.shape[1])
             if q.shape[0] <= most:
                 return attend((q, tables))
-            return map_tiles(attend, (q, tables), q.shape[0], most)
+            return map_tiles(attend, (q, tables._replace(runs=None)), q.shape[0], most)
 
         run: Callable[..., Any] = call
         if self.mesh is not None:
@@ -109,14 +113,19 @@ class PallasAttention:
         options: AttentionOptions,
         sinks: jax.Array | None,
     ) -> jax.Array:
-        q, tables = args
+        q, (page_table, positions, kv_lens, runs) = args
+        scores, shared = Scores(*options), None
+        if runs is not None:
+            shared = shared_attention(
+                q,
+                *(layer.k, layer.v, page_table, kv_lens, runs, scores, sinks),
+                is_invariant=self.is_invariant,
+                interpret=self.interpret,
+            )
         return paged_attention(
             q,
-            layer.k,
-            layer.v,
-            *tables,
-            Scores(*options),
-            sinks,
+            *(layer.k, layer.v, page_table, positions, kv_lens, scores, sinks),
+            shared=shared,
             is_invariant=self.is_invariant,
             interpret=self.interpret,
         )
@@ -135,16 +144,19 @@ class PallasAttention:
             layer = write_kv(layer, k, None, slots)
             return attend_to_tokens(self, q, layer, tables, options, sinks), layer
         if prologue is not None and self.is_fused and tables.positions.shape[1] == 1:
+            (rope, norms), scores, shared = _rope_and_norms(prologue), Scores(*options), None
+            where = tables.page_table, tables.kv_lens
+            runs = _with_runs(tables, options).runs
+            if runs is not None:
+                shared = shared_attention(
+                    q[:, None],
+                    *(layer.k, layer.v, *where, runs, scores),
+                    prologue=QueryPrologue(rope, norms),
+                    interpret=self.interpret,
+                )
             out, pages = decode_attention(
-                q,
-                k,
-                v,
-                *_rope_and_norms(prologue),
-                (layer.k, layer.v),
-                tables.page_table,
-                tables.kv_lens,
-                Scores(*options),
-                sinks,
+                *(q, k, v, rope, norms, (layer.k, layer.v), *where, scores, sinks),
+                shared=shared,
                 interpret=self.interpret,
             )
             return out, LayerKV(*pages)
@@ -160,6 +172,13 @@ class PallasAttention:
                 )
             layer = write_kv(layer, k, v, slots)
         return attend_to_tokens(self, q, layer, tables, options, sinks), layer
+
+
+def _with_runs(tables: BlockTables, options: AttentionOptions) -> BlockTables:
+    """Tables with runs where they are used: a window moves on, and blocks fill tiles alone."""
+    if options.sliding_window is None and tables.positions.shape[1] == 1:
+        return tables
+    return tables._replace(runs=None)
 
 
 def _rotated(x: jax.Array, prologue: Prologue, norm: jax.Array | None) -> jax.Array:

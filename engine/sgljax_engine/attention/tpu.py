@@ -14,6 +14,7 @@ from sgljax_engine.attention.base import AttentionOptions, BlockTables, NewToken
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.kernels.tpu.paged_attention import paged_attention
 from sgljax_engine.kernels.tpu.paged_sizes import LANES, Scores
+from sgljax_engine.kernels.tpu.shared_attention import shared_attention
 from sgljax_engine.layers.target import Target, kv_axes
 
 
@@ -27,6 +28,7 @@ class TpuAttention:
     name: str = "tpu"
     takes_projections: bool = False
     verifies_blocks: bool = True
+    shares_prompts: bool = True
 
     heads_per_row: int = 1
     mesh: jax.sharding.AbstractMesh | None = None
@@ -70,15 +72,24 @@ class TpuAttention:
         sinks: jax.Array | None,
     ) -> tuple[jax.Array, LayerKV]:
         def call(
-            q: Any, new: Any, k: Any, v: Any, sinks: Any, table: Any, starts: Any, kv_lens: Any
+            q: Any, new: Any, k: Any, v: Any, sinks: Any, tables: BlockTables
         ) -> tuple[jax.Array, jax.Array, jax.Array]:
             packing = _Packing.of(q, k, new)
             if packing is not None:
                 q, new, k, v = packing.pack(q, new, k, v)
                 sinks = None if sinks is None else packing.pad_heads(sinks)
-            scores = Scores(*options)
-            out, k, v = paged_attention(
-                q, new, k, v, table, starts, kv_lens, scores, sinks, interpret=self.interpret
+            scores, before = Scores(*options), None
+            table, positions, kv_lens, runs = tables
+            # A window moves on; a block reads its keys once already.
+            if runs is not None and options.sliding_window is None and q.shape[1] == 1:
+                before = shared_attention(
+                    *(q[:, 0], k, v, table, kv_lens, runs, scores, sinks), interpret=self.interpret
+                )
+                sinks = None
+            out, k, v, _ = paged_attention(
+                *(q, new, k, v, table, positions[:, 0], kv_lens, scores, sinks),
+                before=before,
+                interpret=self.interpret,
             )
             return (out if packing is None else packing.unpack(out)), k, v
 
@@ -92,12 +103,11 @@ class TpuAttention:
             run = jax.shard_map(
                 call,
                 mesh=self.mesh,
-                in_specs=(heads, fresh, pages, pages, of_heads, P(), P(), P()),
+                in_specs=(heads, fresh, pages, pages, of_heads, P()),
                 out_specs=(heads, pages, pages),
                 check_vma=False,
             )
-        starts = tables.positions[:, 0]
-        out, k, v = run(q, new, layer.k, layer.v, sinks, tables.page_table, starts, tables.kv_lens)
+        out, k, v = run(q, new, layer.k, layer.v, sinks, tables)
         return out, LayerKV(k, v)
 
 

@@ -166,6 +166,7 @@ class XlaAttention:
     heads_per_row: int = 1
     takes_projections: bool = False
     verifies_blocks: bool = True
+    shares_prompts: bool = False
 
     def attend(
         self,

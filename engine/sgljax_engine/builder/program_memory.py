@@ -36,7 +36,7 @@ def program_bytes(
     path = _path(facts, cache_folder)
     if path is not None and path.exists():
         return json.loads(path.read_text())["program_bytes"]
-    calls = largest(warm_calls(runner))
+    calls = largest(warm_calls(runner, has_shared=True))
     state = runner.kv_memory.state(runner.weights)
     try:
         needed = max(

@@ -18,12 +18,14 @@ from sgljax_engine.errors import (
     NonFiniteLogitsError,
     forget_locals,
 )
+from sgljax_engine.kernels.runs import MIN_SHARED_KEYS
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.runner.batches.batch import (
     build_decode_batch,
     build_prefill_batches,
     decode_order,
+    order_by_prefix,
     rows_above_smaller_bucket,
 )
 from sgljax_engine.runner.batches.drafts import build_draft_batch
@@ -133,6 +135,11 @@ class ModelRunner:
         return self._static.row_tokens(size)
 
     @property
+    def shares_prompts(self) -> bool:
+        """Whether rows with the same first pages read them together."""
+        return self._static.attention.shares_prompts
+
+    @property
     def has_windows(self) -> bool:
         return self._static.has_windows
 
@@ -237,7 +244,11 @@ class ModelRunner:
             self.run_program(ProgramCall("copy_states", build_state_copies(copies[start:], size)))
 
     def decode(self, output: SchedulerOutput) -> PendingDecode:
-        order = decode_order(output.decode, self._static.page_size)
+        page_size, shares = self._static.page_size, False
+        if self.shares_prompts and output.drafts is None:
+            order, shares = order_by_prefix(output.decode, page_size)
+        else:
+            order = decode_order(output.decode, page_size)
         rows = [output.decode[index] for index in order]
         batch = build_decode_batch(
             rows,
@@ -254,11 +265,13 @@ class ModelRunner:
         if output.drafts is not None:  # rejected drafts are recorded too
             row_tokens = output.drafts.row_tokens
             num_tokens = max(output.step_limits) + row_tokens
+        min_shared: Any = np.int32(MIN_SHARED_KEYS) if shares else None
         options = RowOptions(
             build_table(rows, size, vocab_size, num_tokens),
             build_logprob_batch(rows, size, vocab_size),
             build_mask_batch(rows, size),
             build_allowed_batch(rows, size, vocab_size, row_tokens),
+            min_shared,
         )
         max_finished = output.max_finished or rows_above_smaller_bucket(
             self.shapes.batch_buckets, len(rows)

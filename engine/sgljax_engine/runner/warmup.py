@@ -47,7 +47,7 @@ class Warmup:
         before, was_sealed = programs.num_compiles, programs.is_sealed
         programs.is_sealed = False
         try:
-            calls = list(warm_calls(runner, include))
+            calls = list(warm_calls(runner, include, has_shared=True))
             num_new = programs.count_new(calls)
             with reporting(progress, "compile programs", num_new, "program") as advance:
                 programs.compile(calls, kv_memory.state(runner.weights), lambda: advance(1))
@@ -91,15 +91,21 @@ _ASKS: Mapping[Extra, Callable[[Request], bool]] = {
 
 
 def warm_calls(
-    runner: ModelRunner, include: frozenset[Extra] = frozenset()
+    runner: ModelRunner, include: frozenset[Extra] = frozenset(), *, has_shared: bool = False
 ) -> Iterator[ProgramCall]:
-    """A call of every program; those that take longest to compile come first."""
+    """A call of every program; those that take longest to compile come first.
+
+    With `has_shared`, those too in which rows read the keys that they share together.
+    """
     shapes = runner.shapes
     windows = no_windows(runner.kv_memory.num_pages) if runner.has_windows else None
     for size in shapes.batch_buckets:
         for row_tokens in runner.row_tokens(size):
             for options in _row_options(runner, size, row_tokens, include):
                 yield _decode_call(runner, size, row_tokens, options)
+                if has_shared and runner.shares_prompts and size > row_tokens == 1:
+                    options = options._replace(min_shared_keys=np.int32(0))
+                    yield _decode_call(runner, size, row_tokens, options)
     for size in shapes.token_buckets:
         batch = empty_prefill_batch(
             size,
@@ -156,10 +162,18 @@ def _decode_call(
 
 
 def largest(calls: Iterable[ProgramCall]) -> list[ProgramCall]:
-    """The call with the largest arguments of each program; decode with drafts is one by itself."""
+    """The call with the largest arguments of each program; decode with drafts is one by itself.
+
+    Of decode with shared keys and without, the first: it needs more memory.
+    """
     found: dict[Any, ProgramCall] = {}
     for call in calls:
-        key = call.name, jax.tree.structure(call.args)
+        alike = call.args
+        if call.name == "decode":
+            alike = tuple(
+                x._replace(min_shared_keys=None) if isinstance(x, RowOptions) else x for x in alike
+            )
+        key = call.name, jax.tree.structure(alike)
         if key not in found or _num_elements(call) > _num_elements(found[key]):
             found[key] = call
     return list(found.values())

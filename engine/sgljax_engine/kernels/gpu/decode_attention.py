@@ -24,15 +24,18 @@ from sgljax_engine.kernels.gpu.paged_attention import (
     NUM_STAGES,
     Keys,
     Scores,
+    SharedPart,
     Softmax,
     Tiling,
     attend_to_keys,
     choose_tiling,
     combine,
+    first_own_step,
     log2_scores,
     log2_sinks,
     split_result,
     steps_of_split,
+    with_shared,
 )
 
 
@@ -58,6 +61,15 @@ class _Refs(NamedTuple):
     sinks: Any = None
     q_norm: Any = None
     k_norm: Any = None
+    begins: Any = None
+    peaks: Any = None
+    totals: Any = None
+    accs: Any = None
+
+    @property
+    def shared(self) -> SharedPart | None:
+        parts = self.begins, self.peaks, self.totals, self.accs
+        return None if self.begins is None else SharedPart(*parts)
 
 
 def decode_attention(
@@ -72,6 +84,7 @@ def decode_attention(
     options: Scores,
     sinks: jax.Array | None = None,
     *,
+    shared: SharedPart | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Attends from projections, and writes the new keys and values to their pages in place.
@@ -79,7 +92,8 @@ def decode_attention(
     Shape: q: [B, num_heads, h], h one of `paged_attention.HEAD_DIMS`. k, v: [B, num_kv_heads, h].
     rope: sines and cosines [B, h // 2] float32. page_table: [B, P] int32. kv_lens: [B] int32, keys
     with these tokens, which are the last; 0 for an unused row, whose token is not written and whose
-    output is 0. sinks: as of `paged_attention`. The output has the shape and dtype of q.
+    output is 0. sinks: as of `paged_attention`. shared: made by `shared_attention` of these
+    projections, without sinks. The output has the shape and dtype of q.
     """
     batch, num_heads, head_dim = q.shape
     k_pages = pages[0]
@@ -95,6 +109,8 @@ def decode_attention(
     given = _Refs(q, k, v, *rope, *pages, page_table, kv_lens, sinks)
     if norms is not None:
         given = given._replace(q_norm=norms.q, k_norm=norms.k)
+    if shared is not None:
+        given = given._replace(**shared._asdict())
     args = {name: each for name, each in given._asdict().items() if each is not None}
     out, lse, *new_pages = pl.pallas_call(
         kernel,
@@ -159,12 +175,16 @@ def _attend(
     )
     if refs.sinks is not None:
         start = _with_sinks(start, log2_sinks(refs.sinks, head, is_row), is_own)
+    zero = jnp.zeros_like(member)
+    begin: jax.Array | int = 0
+    if refs.shared is not None:
+        begin = first_own_step(refs.shared, row, kv_len, tiling)
+        start = with_shared(start, refs.shared, (row, zero, head), is_row, begin, split, tiling)
     position = jnp.full((tiling.rows,), before)
-    steps = steps_of_split(before, before, split, tiling, options)
+    steps = steps_of_split(before, before, split, tiling, options, begin)
     keys = Keys(refs.k_pages, refs.v_pages, refs.page_table, row, kv_head, before)
     softmax = attend_to_keys((q,), position, keys, steps, start, tiling, options)
     (out,), lse = split_result(softmax)
-    zero = jnp.zeros_like(member)
     at = out_ref.at[split, row, zero[:, None], head[:, None], dim[None, :]]
     plgpu.store(at, out.astype(out_ref.dtype), mask=is_row[:, None])
     plgpu.store(lse_ref.at[split, row, zero, head], lse, mask=is_row)
@@ -198,7 +218,8 @@ def rotated_heads(
     """Heads [..., h] float32 of a row, normalised and rotated; inside a kernel.
 
     `ref` is [T, N, h], `angles` the refs of sines and cosines [T, h // 2]; `head` is [R, 1] or,
-    without a mask, a scalar. Each channel is read with its partner, which is half a head away.
+    without a mask, a scalar; `row` a scalar or as `head`. Each channel is read with its partner,
+    which is half a head away.
     """
     head_dim = ref.shape[-1]
     dim = jnp.arange(head_dim, dtype=jnp.int32)
@@ -212,7 +233,7 @@ def rotated_heads(
         return plgpu.load(at, mask=mask, other=0.0).astype(jnp.float32)
 
     def wide(values: jax.Array) -> jax.Array:
-        return values if is_scalar else values[None, :]
+        return values if is_scalar or values.ndim == 2 else values[None, :]
 
     x, other = load(dim), load(partner)
     if norm_ref is not None:
@@ -221,6 +242,8 @@ def rotated_heads(
         weight_of_other = plgpu.load(norm_ref.at[partner]).astype(jnp.float32) + offset
         x, other = x * scale * wide(weight), other * scale * wide(weight_of_other)
     angle = lax.rem(dim, head_dim // 2)
+    if jnp.ndim(row):
+        angle, dim = angle[None, :], dim[None, :]
     sin, cos = (plgpu.load(each.at[row, angle]) for each in angles)
     sin = jnp.where(dim < head_dim // 2, -sin, sin)
     return x * wide(cos) + other * wide(sin)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -164,17 +164,19 @@ def _attend_to_split(
     tiling: Tiling,
     options: Scores,
     has_values: bool,
+    has_shared: bool,
 ) -> None:
     """The kernel: a tile of rows of one block and kv head over one split of the context.
 
     Refs are whole arrays in global memory: q [N, Q, num_heads, head_dim]; k and, if keys are not
     values too, v [num_pages, num_kv_heads, page_size, head_dim]; the tables as of
-    `paged_attention`; sinks, if there are some; and, written here, out
+    `paged_attention`; a `SharedPart` and the sinks, if there are some; and, written here, out
     [splits, N, Q, num_heads, head_dim] and lse [splits, N, Q, num_heads], the log2 of the sum of
     powers of two of the scores. Scores are in units of log2.
     """
     v_ref, *rest = others if has_values else (None, *others)
-    page_table_ref, positions_ref, kv_lens_ref, *sinks, out_ref, lse_ref = rest
+    page_table_ref, positions_ref, kv_lens_ref, *rest, out_ref, lse_ref = rest
+    shared, sinks = (SharedPart(*rest[:4]), rest[4:]) if has_shared else (None, rest)
     block, split = pl.program_id(0), pl.program_id(2)
     kv_head = lax.div(pl.program_id(1), tiling.row_tiles)
     tile = lax.rem(pl.program_id(1), tiling.row_tiles)
@@ -185,7 +187,7 @@ def _attend_to_split(
     row = tile * tiling.rows + jnp.arange(tiling.rows, dtype=jnp.int32)
     query, head = lax.div(row, group), kv_head * group + lax.rem(row, group)
     is_row = query < num_queries
-    dims = _dims_of_parts(head_dim)
+    dims = dims_of_parts(head_dim)
     at_rows = [(block, query[:, None], head[:, None], dim[None, :]) for dim in dims]
     q = tuple(
         plgpu.load(q_ref.at[at], mask=is_row[:, None], other=0.0).astype(k_ref.dtype)
@@ -193,17 +195,16 @@ def _attend_to_split(
     )
     position = plgpu.load(positions_ref.at[block, query], mask=is_row, other=0)
     kv_len = kv_lens_ref[block]
-    steps = steps_of_split(positions_ref[block, 0], kv_len, split, tiling, options)
+    begin: jax.Array | int = 0
+    has_sinks = split == 0
+    if shared is not None:
+        begin = first_own_step(shared, block, kv_len, tiling)
+        has_sinks &= begin == 0  # else they are in the shared part
+    steps = steps_of_split(positions_ref[block, 0], kv_len, split, tiling, options, begin)
     keys = Keys(k_ref, v_ref, page_table_ref, block, kv_head, kv_len)
-    start = (
-        jnp.full((tiling.rows,), MASKED, jnp.float32),
-        jnp.zeros((tiling.rows,), jnp.float32),
-        tuple(jnp.zeros((tiling.rows, size), jnp.float32) for size in head_parts(head_dim)),
-    )
-    for sinks_ref in sinks:  # the first split has them
-        has_sinks = jnp.full((tiling.rows,), split == 0)
-        peak = jnp.where(has_sinks, log2_sinks(sinks_ref, head, is_row), MASKED)
-        start = peak, jnp.where(has_sinks, 1.0, 0.0), start[2]
+    start = first_softmax(sinks, has_sinks, head, is_row, head_dim)
+    if shared is not None:
+        start = with_shared(start, shared, (block, query, head), is_row, begin, split, tiling)
     softmax = attend_to_keys(q, position, keys, steps, start, tiling, options)
     outs, lse = split_result(softmax)
     for at, out in zip(at_rows, outs, strict=True):
@@ -211,7 +212,22 @@ def _attend_to_split(
     plgpu.store(lse_ref.at[split, block, query, head], lse, mask=is_row)
 
 
-def _dims_of_parts(head_dim: int) -> list[jax.Array]:
+def first_softmax(
+    sinks: Sequence[Any], has_sinks: Any, head: jax.Array, is_row: jax.Array, head_dim: int
+) -> Softmax:
+    """The softmax of rows [R] without keys, or with a sink if there are sinks and it has them."""
+    (rows,) = head.shape
+    peak = jnp.full((rows,), MASKED, jnp.float32)
+    total = jnp.zeros((rows,), jnp.float32)
+    for sinks_ref in sinks:
+        has_it = jnp.full((rows,), has_sinks)
+        peak = jnp.where(has_it, log2_sinks(sinks_ref, head, is_row), MASKED)
+        total = jnp.where(has_it, 1.0, 0.0)
+    acc = tuple(jnp.zeros((rows, size), jnp.float32) for size in head_parts(head_dim))
+    return peak, total, acc
+
+
+def dims_of_parts(head_dim: int) -> list[jax.Array]:
     """The channels of each of the `head_parts`."""
     dims, first = [], 0
     for size in head_parts(head_dim):
@@ -242,6 +258,64 @@ Peaks are in units of log2. There is an acc for each of the `head_parts`.
 """
 
 
+class SharedPart(NamedTuple):
+    """Softmaxes over keys that blocks share, in S parts: those of `shared_attention`, or refs.
+
+    Shape: begins: [N] int32, how many first keys of each block they have. peaks, totals:
+        [S, N, Q, num_heads] float32. accs: [S, N, Q, num_heads, head_dim] float32. What belongs to
+        blocks that begin at 0 is unspecified.
+    """
+
+    begins: Any
+    peaks: Any
+    totals: Any
+    accs: Any
+
+
+def first_own_step(
+    shared: SharedPart, block: jax.Array, kv_len: jax.Array, tiling: Tiling
+) -> jax.Array:
+    """The step of the loop at which a block goes on from its shared keys; inside a kernel."""
+    return jnp.where(kv_len > 0, lax.div(shared.begins[block], tiling.keys), 0)
+
+
+def with_shared(
+    start: Softmax,
+    shared: SharedPart,
+    at: tuple[jax.Array, jax.Array, jax.Array],
+    is_row: jax.Array,
+    begin: jax.Array | int,
+    split: jax.Array,
+    tiling: Tiling,
+) -> Softmax:
+    """Adds a split's shared parts to a softmax; inside a kernel.
+
+    Part p belongs to split p modulo their number. `at` are block, query and head of the rows. A
+    block that begins at 0 has no part. An empty softmax and one part give the part's bits.
+    """
+    block, query, head = at
+    num_parts = shared.peaks.shape[0] // tiling.splits
+    exists = is_row & (begin > 0)
+    dims = dims_of_parts(shared.accs.shape[-1])
+
+    def add(index: jax.Array, old: Softmax) -> Softmax:
+        part = index * tiling.splits + split
+        new_peak = plgpu.load(shared.peaks.at[part, block, query, head], mask=exists, other=MASKED)
+        new_total = plgpu.load(shared.totals.at[part, block, query, head], mask=exists, other=0.0)
+        peak = jnp.maximum(old[0], new_peak)
+        keeps, adds = jnp.exp2(old[0] - peak), jnp.exp2(new_peak - peak)
+        acc = []
+        for own, dim in zip(old[2], dims, strict=True):
+            at_part = shared.accs.at[part, block, query[:, None], head[:, None], dim[None, :]]
+            new = plgpu.load(at_part, mask=exists[:, None], other=0.0)
+            acc.append(keeps[:, None] * own + adds[:, None] * new)
+        return peak, keeps * old[1] + adds * new_total, tuple(acc)
+
+    if num_parts == 1:
+        return add(jnp.int32(0), start)
+    return lax.fori_loop(0, num_parts, add, start)
+
+
 def attend_to_keys(
     q: tuple[jax.Array, ...],
     position: jax.Array,
@@ -257,7 +331,7 @@ def attend_to_keys(
     """
     k_ref, v_ref, page_table_ref, block, kv_head, kv_len = keys
     page_size, head_dim = k_ref.shape[2:]
-    dims = _dims_of_parts(head_dim)
+    dims = dims_of_parts(head_dim)
     # Float32 inputs would be rounded to TF32 by default.
     precision = lax.Precision.HIGHEST if k_ref.dtype == jnp.float32 else None
 
@@ -326,13 +400,15 @@ def steps_of_split(
     split: jax.Array,
     tiling: Tiling,
     options: Scores,
+    begin_step: jax.Array | int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """The steps [begin, end) of the loop over keys that a split takes; none if begin >= end.
 
-    All splits of a block get equally many steps. With a window, only steps with a key that some
-    query of the block sees are split; with fixed splits those without are left out.
+    Steps before `begin_step` are left out. All splits of a block get equally many steps. With a
+    window, only steps with a key that some query of the block sees are split; with fixed splits
+    those without are left out.
     """
-    first = 0
+    first = begin_step
     if options.sliding_window is not None:
         oldest = jnp.maximum(first_position - options.sliding_window + 1, 0)
         first = lax.div(oldest, tiling.keys)
@@ -368,6 +444,7 @@ def paged_attention(
     options: Scores,
     sinks: jax.Array | None = None,
     *,
+    shared: SharedPart | None = None,
     is_invariant: bool = False,
     interpret: bool = False,
 ) -> jax.Array:
@@ -383,6 +460,7 @@ def paged_attention(
         options: How scores are made. Static.
         sinks: [num_heads] float32, for each head the score of a key without a value that every
             query sees; None without.
+        shared: Made with these arguments by `shared_attention`; None if no keys are shared.
         is_invariant: Give a query the same bits in any batch, see `invariant_tiling`.
         interpret: Run the kernel as plain JAX operations on any device. Slow; for tests.
 
@@ -396,7 +474,11 @@ def paged_attention(
     values, more = ([] if x is None else [x] for x in (v, sinks))
     out, lse = pl.pallas_call(
         functools.partial(
-            _attend_to_split, tiling=tiling, options=options, has_values=v is not None
+            _attend_to_split,
+            tiling=tiling,
+            options=options,
+            has_values=v is not None,
+            has_shared=shared is not None,
         ),
         grid=(num_blocks, num_kv_heads * tiling.row_tiles, tiling.splits),
         out_shape=(
@@ -408,7 +490,7 @@ def paged_attention(
         compiler_params=plgpu.CompilerParams(num_warps=tiling.num_warps, num_stages=NUM_STAGES),
         interpret=interpret,
         name="paged_attention",
-    )(q_NQDh, k, *values, page_table, positions, kv_lens, *more)
+    )(q_NQDh, k, *values, page_table, positions, kv_lens, *(shared or ()), *more)
     if not is_split:
         return out[0]
     return combine(out, lse, is_ordered=is_invariant).astype(q_NQDh.dtype)

@@ -16,13 +16,14 @@ Steps run in order on one core. A block may so use keys of blocks before it.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from sgljax_engine.kernels.runs import BLOCKS_PER_RUN
 from sgljax_engine.kernels.tpu.paged_sizes import LANES, Scores, Sizes
 from sgljax_engine.kernels.tpu.paged_step import attend_step
 
@@ -38,6 +39,33 @@ _MAX_STEP_BYTES = 6 << 20
 """Bytes in VMEM of a step's queries, outputs and sums; the compiler's limit for all is 16 MiB."""
 
 
+class KeysBefore(NamedTuple):
+    """Attention of blocks of one query to their first keys, which go on behind them.
+
+    Shape: begins: [N] int32, how many first keys, whole pages. lses: [N, num_heads] float32,
+        logarithms of their sums of weights; very small without keys. outs: [N, num_heads, head_dim]
+        float32.
+    """
+
+    begins: jax.Array
+    lses: jax.Array
+    outs: jax.Array
+
+
+class Attended(NamedTuple):
+    """Results of `paged_attention`.
+
+    Shape: out: [N, Q, num_heads, head_dim] in the queries' dtype, float32 with lse; unspecified for
+        tokens at or beyond `kv_lens`. k_pages, v_pages: the pages with the new keys and values.
+        lse: [N, Q, num_heads] float32; None if not asked for.
+    """
+
+    out: jax.Array
+    k_pages: jax.Array
+    v_pages: jax.Array
+    lse: jax.Array | None
+
+
 def paged_attention(
     q_NQDh: jax.Array,
     new: tuple[jax.Array, jax.Array] | None,
@@ -49,8 +77,10 @@ def paged_attention(
     scores: Scores,
     sinks: jax.Array | None = None,
     *,
+    before: KeysBefore | None = None,
+    has_lse: bool = False,
     interpret: Any = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> Attended:
     """Writes each block's keys and values to its pages, then attends.
 
     Args:
@@ -66,16 +96,14 @@ def paged_attention(
         scores: How scores are made.
         sinks: [num_heads] float32, for each head the score of a key without a value that every
             query sees; None without.
+        before: Keys that blocks of one query attended to before; None without.
+        has_lse: Return logarithms of the sums of weights too. Blocks have several queries.
         interpret: As of `pl.pallas_call`.
-
-    Returns:
-        [N, Q, num_heads, head_dim] in the queries' dtype, unspecified for tokens at or beyond
-        `kv_lens`, and both arrays of pages with the new keys and values.
     """
     num_blocks, num_queries, num_heads, head_dim = q_NQDh.shape
     _, num_kv_heads, page_size, _ = k_pages.shape
     sizes = Sizes(
-        step_blocks(q_NQDh, num_kv_heads),
+        1 if has_lse else step_blocks(q_NQDh, num_kv_heads),
         num_queries,
         _chunk_pages(k_pages, page_table_NP.shape[1]),
         page_size,
@@ -83,6 +111,8 @@ def paged_attention(
     q = _queries_of_steps(q_NQDh, num_kv_heads, sizes)
     fresh = [] if new is None else [_side_by_side(x, sizes) for x in new]
     first_keys = [] if sinks is None else [_sinks_of_rows(sinks, num_kv_heads, q, sizes)]
+    earlier = [] if before is None else _rows_before(before, num_kv_heads)
+    scalars = [] if before is None else [before.begins]
 
     def block(x: jax.Array) -> pl.BlockSpec:
         zeros = (0,) * (x.ndim - 1)
@@ -100,19 +130,28 @@ def paged_attention(
     groups = 1 if num_queries == 1 else num_heads // num_kv_heads
     state = (num_kv_heads, groups, q.shape[-2])
     runs_N = _run_lengths(page_table_NP, starts_N, kv_lens_N, sizes)
-    out, *stored = pl.pallas_call(
-        functools.partial(
-            attend_step,
-            is_writing=new is not None,
-            has_sinks=sinks is not None,
-            sizes=sizes,
-            scores=scores,
-        ),
+    results = [jax.ShapeDtypeStruct(q.shape, jnp.float32 if has_lse else q.dtype)]
+    results += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written]
+    lse = jax.ShapeDtypeStruct((num_blocks // sizes.step_blocks, *state, LANES), jnp.float32)
+    lses: list[Any] = [lse] if has_lse else []
+    names = ["table", "starts", "lens", "runs", *(["begins"] if scalars else []), "q"]
+    names += [*(["new_k", "new_v"] if fresh else []), "k_pages", "v_pages"]
+    names += [*(["lses", "outs"] if earlier else []), *(["sinks"] if first_keys else []), "out"]
+    names += [*(["stored_k", "stored_v"] if written else []), *(["lse"] if lses else [])]
+    names += ["k_chunks", "v_chunks", "max", "sum", "acc", "next", "load_sems", "store_sems"]
+    first_pool = names.index("k_pages")
+    out, *more = pl.pallas_call(
+        functools.partial(attend_step, names=tuple(names), sizes=sizes, scores=scores),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
+            num_scalar_prefetch=4 + len(scalars),
             grid=(num_blocks // sizes.step_blocks,),
-            in_specs=[block(q), *map(block, fresh), anywhere, anywhere, *map(whole, first_keys)],
-            out_specs=[block(q), *(anywhere for _ in written)],
+            in_specs=[
+                *map(block, [q, *fresh]),
+                *(anywhere, anywhere),
+                *map(block, earlier),
+                *map(whole, first_keys),
+            ],
+            out_specs=[block(q), *(anywhere for _ in written), *map(block, lses)],
             scratch_shapes=[
                 pltpu.VMEM(chunk, k_pages.dtype),
                 pltpu.VMEM(chunk, v_pages.dtype),
@@ -124,17 +163,25 @@ def paged_attention(
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, *written)],
-        # Operands are counted with the four prefetched ones.
-        input_output_aliases={} if new is None else {7: 1, 8: 2},
+        out_shape=[*results, *lses],
+        # Operands are counted with the prefetched ones.
+        input_output_aliases={} if new is None else {first_pool: 1, first_pool + 1: 2},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
-        cost_estimate=_cost(q_NQDh, new, k_pages, page_table_NP.shape[1], sizes, scores),
+        cost_estimate=_cost(
+            *(q_NQDh, new, k_pages, page_table_NP.shape[1], sizes, scores),
+            [*earlier, *lses],
+            is_shared=has_lse,
+        ),
         interpret=interpret,
         name="paged_attention",
-    )(page_table_NP, starts_N, kv_lens_N, runs_N, q, *fresh, *pools, *first_keys)
+    )(
+        *(page_table_NP, starts_N, kv_lens_N, runs_N, *scalars),
+        *(q, *fresh, *pools, *earlier, *first_keys),
+    )
     if new is not None:
-        k_pages, v_pages = stored
-    return _outputs_of_steps(out, q_NQDh, sizes), k_pages, v_pages
+        k_pages, v_pages = more
+    out = _outputs_of_steps(out, q_NQDh, sizes)
+    return Attended(out, k_pages, v_pages, _lses_of_blocks(more[0], q_NQDh) if has_lse else None)
 
 
 def _cost(
@@ -144,9 +191,20 @@ def _cost(
     max_pages: int,
     sizes: Sizes,
     scores: Scores,
+    states: list[Any],
+    *,
+    is_shared: bool,
 ) -> pl.CostEstimate:
-    """Cost of a call if each request fills its page table; the compiler schedules by it."""
+    """Cost of a call if each request fills its page table; the compiler schedules by it.
+
+    Where keys are shared, and `states` pass between two calls: if all rows are in full runs, and
+    share half of their keys.
+    """
     num_blocks, num_queries, num_heads, head_dim = q_NQDh.shape
+    if is_shared:
+        num_blocks = -(-num_blocks * BLOCKS_PER_RUN // num_queries)
+    if states:
+        max_pages = -(-max_pages // 2)
     num_keys = max_pages * sizes.page_size
     if scores.sliding_window is not None:
         num_keys = min(num_keys, scores.sliding_window)
@@ -158,6 +216,7 @@ def _cost(
     # Keys and values of each page once a step; queries and outputs; the new ones, and their pages.
     num_steps = num_blocks // sizes.step_blocks
     num_bytes = 2 * num_steps * max_pages * page_bytes + 2 * q_NQDh.size * q_NQDh.dtype.itemsize
+    num_bytes += sum(x.size * x.dtype.itemsize for x in states)
     for x in new or ():
         stored = num_steps * min(sizes.step_pages, max_pages)
         num_bytes += x.size * x.dtype.itemsize + stored * page_bytes
@@ -238,6 +297,27 @@ def _sinks_of_rows(sinks: jax.Array, num_kv_heads: int, q: jax.Array, sizes: Siz
     else:
         groups = groups[:, :, None]
     return jnp.broadcast_to(groups[..., None], (*groups.shape, LANES))
+
+
+def _rows_before(before: KeysBefore, num_kv_heads: int) -> list[jax.Array]:
+    """Sums and outputs as they lie in a step of one query, in rows of float32.
+
+    Shape: [N, num_kv_heads, 1, rows, LANES] and [N, num_kv_heads, 1, rows, head_dim].
+    """
+    num_blocks, num_heads, head_dim = before.outs.shape
+    group = num_heads // num_kv_heads
+    outs = before.outs.reshape(num_blocks, num_kv_heads, 1, group, head_dim)
+    lses = before.lses.reshape(num_blocks, num_kv_heads, 1, group, 1)
+    padding = [(0, 0)] * 3 + [(0, -group % _row_tile(jnp.float32)), (0, 0)]
+    lses, outs = (jnp.pad(x, padding) for x in (lses, outs))
+    return [jnp.broadcast_to(lses, (*lses.shape[:-1], LANES)), outs]
+
+
+def _lses_of_blocks(lse: jax.Array, q_NQDh: jax.Array) -> jax.Array:
+    """[N, Q, num_heads], of [N, num_kv_heads, groups, tokens, LANES]."""
+    num_blocks, num_queries, num_heads, _ = q_NQDh.shape
+    heads = lse[..., :num_queries, 0].reshape(num_blocks, num_heads, num_queries)
+    return heads.swapaxes(1, 2)
 
 
 def _side_by_side(x_NQHh: jax.Array, sizes: Sizes) -> jax.Array:

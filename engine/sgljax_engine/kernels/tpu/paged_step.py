@@ -13,17 +13,12 @@ from sgljax_engine.kernels.tpu.paged_sizes import LANES, Scores, Sizes
 from sgljax_engine.kernels.tpu.step_refs import Run, Step
 
 
-def attend_step(
-    *refs: Any, is_writing: bool, has_sinks: bool, sizes: Sizes, scores: Scores
-) -> None:
+def attend_step(*refs: Any, names: tuple[str, ...], sizes: Sizes, scores: Scores) -> None:
     # Pallas' interpreter knows the place in the grid outside of branches and loops only.
     first_block = pl.program_id(0) * sizes.step_blocks
     num_blocks = pl.num_programs(0) * sizes.step_blocks
-    sinks_ref = None
-    if has_sinks:  # behind the other inputs
-        place = 9 if is_writing else 7
-        sinks_ref, refs = refs[place], (*refs[:place], *refs[place + 1 :])
-    step = Step.of(refs, is_writing, first_block, num_blocks, sizes, scores)
+    named = dict(zip(names, refs, strict=True))
+    step = Step.of(named, first_block, num_blocks, sizes, scores)
 
     @pl.when(first_block == 0)
     def _() -> None:
@@ -31,13 +26,17 @@ def attend_step(
         step.next_ref[1] = 0
 
     max_ref, sum_ref, acc_ref = step.state
-    if sinks_ref is None:
-        max_ref[...] = jnp.full_like(max_ref, MASKED)
-        sum_ref[...] = jnp.zeros_like(sum_ref)
-    else:  # the first key of each row, whose value adds nothing
-        max_ref[...] = jnp.broadcast_to(sinks_ref[...], max_ref.shape)
-        sum_ref[...] = jnp.ones_like(sum_ref)
+    max_ref[...] = jnp.full_like(max_ref, MASKED)
+    sum_ref[...] = jnp.zeros_like(sum_ref)
     acc_ref[...] = jnp.zeros_like(acc_ref)
+    if "sinks" in named:  # the first key of each row, whose value adds nothing
+        max_ref[...] = jnp.broadcast_to(named["sinks"][...], max_ref.shape)
+        sum_ref[...] = jnp.ones_like(sum_ref)
+    if "lses" in named:  # of keys before, whose weighted sum is that of one key
+        num_rows = named["lses"].shape[3]
+        max_ref[:, :, :num_rows] = named["lses"][0]
+        acc_ref[:, :, :num_rows] = named["outs"][0]
+        sum_ref[...] = jnp.ones_like(sum_ref)
 
     def one_run(index: Any) -> None:
         first = first_block + index
@@ -51,6 +50,9 @@ def attend_step(
             out = acc_ref[head, group] / jnp.where(total == 0, 1.0, total)
             where = step.place_of(head, group, slice(0, acc_ref.shape[2]))
             step.out_ref[where] = out.astype(step.out_ref.dtype)
+            if "lse" in named:
+                log_sum = jnp.log(jnp.where(total == 0, 1.0, total))
+                named["lse"][0, head, group] = max_ref[head, group] + log_sum
 
 
 def _repeat(count: Any, act: Callable[[Any], None]) -> None:
@@ -204,7 +206,8 @@ def _attend_tokens(step: Step, run: Run, chunk: Any, slot: Any, tokens: Any) -> 
     """Adds a chunk of keys to the running softmax of queries from position `run.start` on."""
     (_, k_chunks, _), (_, v_chunks, _) = step.pools
     first_token = chunk * step.sizes.chunk_tokens
-    exists = run.page * step.sizes.page_size, run.kv_len
+    has_first = step.scores.sliding_window is not None or step.begins_ref is not None
+    exists = run.page * step.sizes.page_size if has_first else None, run.kv_len
     num_heads, num_groups, *_ = step.state[2].shape
     for head in range(num_heads):
         places = [step.place_of(head, group, tokens) for group in range(num_groups)]

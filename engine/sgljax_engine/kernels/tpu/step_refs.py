@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -15,7 +16,8 @@ class Run(NamedTuple):
 
     The last block's page table has all its keys. `start` is the position of its first token;
     `kv_len` counts its own keys too. `page` and `chunk` are the first that it needs: older ones
-    have left the window. `end_chunk` is the one after its last; `chunk` for an unused block.
+    have left the window, or were attended to before. `end_chunk` is the one after its last; `chunk`
+    for an unused block.
     """
 
     first: Any
@@ -31,7 +33,8 @@ class Step(NamedTuple):
     """The references of a step.
 
     table_ref: [N, P] page table. starts_ref: [N] first positions. lens_ref: [N] numbers of keys.
-    runs_ref: [N] blocks of the run that each block starts. `pools` are pages, buffer for two
+    runs_ref: [N] blocks of the run that each block starts. begins_ref: [N] first keys that a block
+    need not attend to, whole pages; None without. `pools` are pages, buffer for two
     chunks, and the new ones or None, of keys and of values. `state` is the maximum and sum of the
     scores, and weighted sum of the values, of each query. `next_ref`: which half of the buffers the
     next run's first chunk is for, and whether its copies have started; `load_sems` has one for each
@@ -42,6 +45,7 @@ class Step(NamedTuple):
     starts_ref: Any
     lens_ref: Any
     runs_ref: Any
+    begins_ref: Any
     q_ref: Any
     out_ref: Any
     pools: tuple[tuple[Any, Any, Any], ...]
@@ -57,33 +61,31 @@ class Step(NamedTuple):
     @classmethod
     def of(
         cls,
-        refs: Any,
-        is_writing: bool,
+        named: Mapping[str, Any],
         first_block: Any,
         num_blocks: Any,
         sizes: Sizes,
         scores: Scores,
     ) -> Step:
-        """Names the references."""
-        table_ref, starts_ref, lens_ref, runs_ref, q_ref, *rest = refs
-        if is_writing:  # the pools come in and go out, in the same memory
-            k_new, v_new, _, _, out_ref, k_ref, v_ref, *scratch = rest
-        else:
-            k_ref, v_ref, out_ref, *scratch = rest
-            k_new = v_new = None
-        k_chunks, v_chunks, max_ref, sum_ref, acc_ref, next_ref, load_sems, store_sems = scratch
+        """The references by the names that `paged_attention` gives them."""
+        is_writing = "new_k" in named  # the pools come in and go out, in the same memory
+        k_ref, v_ref = (named[f"stored_{x}" if is_writing else f"{x}_pages"] for x in "kv")
         return cls(
-            table_ref=table_ref,
-            starts_ref=starts_ref,
-            lens_ref=lens_ref,
-            runs_ref=runs_ref,
-            q_ref=q_ref,
-            out_ref=out_ref,
-            pools=((k_ref, k_chunks, k_new), (v_ref, v_chunks, v_new)),
-            state=(max_ref, sum_ref, acc_ref),
-            next_ref=next_ref,
-            load_sems=load_sems,
-            store_sems=store_sems,
+            table_ref=named["table"],
+            starts_ref=named["starts"],
+            lens_ref=named["lens"],
+            runs_ref=named["runs"],
+            begins_ref=named.get("begins"),
+            q_ref=named["q"],
+            out_ref=named["out"],
+            pools=(
+                (k_ref, named["k_chunks"], named.get("new_k")),
+                (v_ref, named["v_chunks"], named.get("new_v")),
+            ),
+            state=(named["max"], named["sum"], named["acc"]),
+            next_ref=named["next"],
+            load_sems=named["load_sems"],
+            store_sems=named["store_sems"],
             first_block=first_block,
             num_blocks=num_blocks,
             sizes=sizes,
@@ -100,6 +102,8 @@ class Step(NamedTuple):
         start, kv_len = self.starts_ref[first], self.lens_ref[last]
         end = (kv_len + self.sizes.chunk_tokens - 1) // self.sizes.chunk_tokens
         page = self.first_page(start)
+        if self.begins_ref is not None:
+            page = jnp.maximum(page, self.begins_ref[first] // self.sizes.page_size)
         chunk = jnp.minimum(page // self.sizes.chunk_pages, end)
         return Run(first, last, start, kv_len, page, chunk, end)
 

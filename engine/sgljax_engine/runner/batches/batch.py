@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from sgljax_engine.kernels.runs import MIN_SHARED_KEYS
 from sgljax_engine.runner.batches.page_ids import NO_SLOT, window_slots, window_table
 from sgljax_engine.types import NO_ADAPTER, PrefillChunk, Request
 
@@ -274,6 +275,26 @@ def _prefix_of_prompt(request: Request, page_size: int) -> list[int]:
         pages.append(request.pages[count - 1])
         count *= 2
     return [*pages, request.pages[num_shared - 1]] if pages else []
+
+
+def order_by_prefix(requests: Sequence[Request], page_size: int) -> tuple[list[int], bool]:
+    """The order for attention that reads shared keys once, and whether there are some.
+
+    Requests whose first pages are the same are neighbours, and among them those with the same
+    prompt.
+    """
+    least = -(-MIN_SHARED_KEYS // page_size)
+
+    def prefix(index: int) -> list[int]:
+        """Ids of the page up to which keys must be shared, and of the prompt's last such page."""
+        request = requests[index]
+        # The last token of a prompt is the first decode step's input, so its page is not shared.
+        num_shared = (len(request.prompt_ids) - 1) // page_size
+        return [request.pages[count - 1] for count in (least, num_shared) if num_shared >= least]
+
+    order = sorted(range(len(requests)), key=prefix)
+    firsts = [prefix(index)[:1] for index in order]
+    return order, any(a == b != [] for a, b in itertools.pairwise(firsts))
 
 
 def build_decode_batch(

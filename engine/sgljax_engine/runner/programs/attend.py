@@ -46,7 +46,7 @@ class Pages(NamedTuple):
         if window_table is None or window_slots is None:
             return cls(tables, slots)
         # What lies before a window gets no weight; the null page has nothing that could spoil it.
-        there = tables._replace(page_table=jnp.maximum(window_table, 0))
+        there = tables._replace(page_table=jnp.maximum(window_table, 0), runs=None)
         windows = cls(there, window_slots)
         return cls(tables, slots, windows)
 

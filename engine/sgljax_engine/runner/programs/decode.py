@@ -28,6 +28,7 @@ from sgljax_engine.cache.layer_states import (
     verify_state,
 )
 from sgljax_engine.config import TOKEN_BLOCK
+from sgljax_engine.kernels.runs import SharedRuns, find_runs, run_blocks
 from sgljax_engine.models.spec import Attend, Forward, LayerCache, Params, Pass, Recur
 from sgljax_engine.runner.batches.batch import DecodeBatch
 from sgljax_engine.runner.batches.page_ids import NO_SLOT
@@ -91,12 +92,15 @@ class RowOptions(NamedTuple):
         logprobs: Batch of rows that ask for further log-probs.
         masks: Batch of rows that report their sampling masks.
         allowed: Batch of rows that follow a grammar.
+        min_shared_keys: Scalar int32. Neighbouring rows with so many first keys in the same pages
+            read them together.
     """
 
     table: SamplingTable | None = None
     logprobs: LogprobBatch | None = None
     masks: MaskBatch | None = None
     allowed: AllowedBatch | None = None
+    min_shared_keys: jax.Array | None = None
 
 
 class _Text(NamedTuple):
@@ -138,7 +142,7 @@ def decode(
     rows have finished for good, or, with drafts, when a row's pages are full. Recurrent states of
     the rows leave their slots for the time of the dispatch.
     """
-    run = _Run(params, rows, sampling, options, drafts, static)
+    run = _Run(params, rows, sampling, options, drafts, static, _find_runs(rows, options, static))
     caches: tuple[LayerCache, ...] = kv.layers
     if rows.state_slots is not None:
         states = gather_states(kv.states, rows.state_slots, rows.positions)
@@ -171,6 +175,17 @@ def decode(
     return KVPages(layers, end.routed, states), end.output
 
 
+def _find_runs(rows: DecodeBatch, options: RowOptions, static: ProgramContext) -> SharedRuns | None:
+    """Rows that share keys which are there before the dispatch; None without."""
+    if options.min_shared_keys is None:
+        return None
+    config = static.context.config
+    size = run_blocks(config.num_heads, config.num_kv_heads)
+    return find_runs(
+        rows.page_table, rows.positions, static.page_size, options.min_shared_keys, size
+    )
+
+
 def _state(cache: LayerState | VerifyState) -> LayerState:
     return cache.state if isinstance(cache, VerifyState) else cache
 
@@ -182,6 +197,7 @@ class _Run(NamedTuple):
     options: RowOptions
     drafts: DraftBatch | None
     static: ProgramContext
+    runs: SharedRuns | None
 
     @property
     def width(self) -> int:
@@ -327,6 +343,7 @@ class _Run(NamedTuple):
                 page_table=page_table,
                 positions=positions[:, None],
                 kv_lens=jnp.where(is_used, positions + 1, 0),
+                runs=self.runs if self.width == 1 else None,
             )
             pages = Pages.make(tables, slots, window_table, of_windows)
             return paged_attend(attention, pages), slots
@@ -344,6 +361,7 @@ class _Run(NamedTuple):
             page_table=rows.page_table,
             positions=first[:, None] + number,
             kv_lens=jnp.where(counts > 0, first + counts, 0),
+            runs=self.runs,
         )
         window_slots = None if of_windows is None else padded(of_windows, NO_SLOT)
         pages = Pages.make(tables, padded(slots, NO_SLOT), rows.window_table, window_slots)
