@@ -32,24 +32,24 @@ TWO_SIZES = other("programs of four rows and of eight", batch_buckets=(4, 8))
     ],
 )
 def test_longest_rows_first_and_equal_ones_as_they_come(lengths, expected):
-    assert decode_order(make_requests(*lengths), 16) == expected
+    assert decode_order(make_requests(*lengths), 16) == (expected, False)
 
 
 def test_output_counts_as_length():
     requests = make_requests(5, 4)
     requests[1].output_ids.extend([0, 0])
-    assert decode_order(requests, 16) == [1, 0]
+    assert decode_order(requests, 16) == ([1, 0], False)
 
 
 class TestGroups:
     """Rows of requests by their prompt; its pages are those before the last token's."""
 
-    def requests(self, prompts, outputs, num_pages=4):
-        """One for each prompt (its number) and count of output tokens; prompts have 65 tokens."""
-        requests = make_requests(*[65] * len(prompts))
+    def requests(self, prompts, outputs, num_pages=8):
+        """One for each prompt (its number) and count of output tokens."""
+        requests = make_requests(*[16 * num_pages + 1] * len(prompts))
         own = 1000
         for request, prompt, count in zip(requests, prompts, outputs, strict=True):
-            request.pages.extend(range(10 * prompt, 10 * prompt + num_pages))
+            request.pages.extend(range(100 * prompt, 100 * prompt + num_pages))
             request.pages.append(own := own + 1)
             request.output_ids.extend([0] * count)
         return requests
@@ -57,41 +57,36 @@ class TestGroups:
     def test_samples_of_a_prompt_are_neighbours(self):
         requests = self.requests([1, 2] * 5 + [3], [1] * 8 + [1, 3, 9])
         # Prompt 2 has the longest row of those that share pages; nobody has prompt 3's.
-        assert decode_order(requests, 16) == [9, 1, 3, 5, 7, 0, 2, 4, 6, 8, 10]
+        assert decode_order(requests, 16) == ([9, 1, 3, 5, 7, 0, 2, 4, 6, 8, 10], True)
 
     def test_prompts_that_begin_alike_are_neighbours_too(self):
-        requests = self.requests([1, 2, 3, 1, 2, 3], [1] * 6, num_pages=8)
-        for request in requests:
-            request.prompt_ids = request.prompt_ids * 2
+        requests = self.requests([1, 2, 3, 1, 2, 3], [1] * 6, num_pages=16)
         for i in (2, 5):  # prompt 3 has the first half of prompt 1
-            requests[i].pages[:4] = requests[0].pages[:4]
-        assert decode_order(requests, 16) == [0, 3, 2, 5, 1, 4]
+            requests[i].pages[:8] = requests[0].pages[:8]
+        assert decode_order(requests, 16) == ([0, 3, 2, 5, 1, 4], True)
 
-    def test_the_order_of_random_trees_of_prompts(self):
-        """Rows that share a prefix of whole chunks are neighbours at every level of the tree."""
+    def test_random_trees_of_prompts(self):
+        """At every level of the tree rows with the same prefix are neighbours."""
         rng = np.random.default_rng(0)
         for _ in range(50):
             requests = make_requests(*[300] * 24)
             ids: dict[tuple[int, ...], int] = {}
             for row, request in enumerate(requests):
-                path = tuple(rng.integers(0, 2, 5).tolist())
+                path = tuple(rng.integers(0, 3, 3).tolist())
                 for page in range(18):
-                    prefix = path[: 1 + (page >= 4) + (page >= 8) + (page >= 16)]
+                    prefix = path[: 1 + (page >= 8) + (page >= 16)]
                     request.pages.append(ids.setdefault((page, *prefix), len(ids)))
                 request.pages.append(10_000 + row)
-            order = decode_order(requests, 16)
+            order, _ = decode_order(requests, 16)
             assert sorted(order) == list(range(24))
-            for num_pages in (4, 8, 16, 18):
+            for num_pages in (8, 16, 18):
                 seen = [tuple(requests[i].pages[:num_pages]) for i in order]
                 changes = sum(a != b for a, b in itertools.pairwise(seen))
-                alone = sum(seen.count(each) == 1 for each in set(seen))
-                assert changes <= len(set(seen)) - 1 + alone
+                assert changes == len(set(seen)) - 1
 
-    def test_prompts_shorter_than_a_chunk_are_not_shared(self):
-        requests = self.requests([1, 2] * 4, [1] * 8, num_pages=3)
-        for request in requests:
-            request.prompt_ids = request.prompt_ids[:64]
-        assert decode_order(requests, 16) == list(range(8))
+    def test_short_prompts_go_by_length(self):
+        requests = self.requests([1, 2] * 4, [1, 2, 3, 4, 5, 6, 7, 8], num_pages=7)
+        assert decode_order(requests, 16) == ([7, 6, 5, 4, 3, 2, 1, 0], False)
 
 
 def test_rows_keep_their_pages_and_limits():
@@ -113,7 +108,7 @@ def test_each_request_gets_the_results_of_its_row():
     """Three requests on a batch of four rows, as the device left it after at most three steps."""
     requests = make_requests(3, 9, 6)
     requests[2].logprob_options = LogprobOptions(enabled=True, top_num=1, token_ids=(4,))
-    order = decode_order(requests, 16)
+    order, _ = decode_order(requests, 16)
     assert order == [1, 2, 0]
     steps = jnp.arange(20, dtype=jnp.int32).reshape(5, 4)
     floats = steps.astype(jnp.float32)

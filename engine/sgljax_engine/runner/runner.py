@@ -25,7 +25,6 @@ from sgljax_engine.runner.batches.batch import (
     build_decode_batch,
     build_prefill_batches,
     decode_order,
-    order_by_prefix,
     rows_above_smaller_bucket,
 )
 from sgljax_engine.runner.batches.drafts import build_draft_batch
@@ -244,11 +243,8 @@ class ModelRunner:
             self.run_program(ProgramCall("copy_states", build_state_copies(copies[start:], size)))
 
     def decode(self, output: SchedulerOutput) -> PendingDecode:
-        page_size, shares = self._static.page_size, False
-        if self.shares_prompts and output.drafts is None:
-            order, shares = order_by_prefix(output.decode, page_size)
-        else:
-            order = decode_order(output.decode, page_size)
+        order, shares = decode_order(output.decode, self._static.page_size)
+        shares = shares and self.shares_prompts and output.drafts is None
         rows = [output.decode[index] for index in order]
         batch = build_decode_batch(
             rows,

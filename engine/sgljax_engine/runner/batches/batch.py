@@ -21,9 +21,6 @@ from sgljax_engine.kernels.runs import MIN_SHARED_KEYS
 from sgljax_engine.runner.batches.page_ids import NO_SLOT, window_slots, window_table
 from sgljax_engine.types import NO_ADAPTER, PrefillChunk, Request
 
-_SHARED_TOKENS = 64
-"""First tokens that requests must share to be neighbours."""
-
 
 class ForwardBatch(NamedTuple):
     """Ragged tokens of several requests, in blocks of `T // N` tokens of one request.
@@ -239,12 +236,12 @@ def _cut(packed: ForwardBatch, start: int, count: int, bucket: int, block: int) 
     )
 
 
-def decode_order(requests: Sequence[Request], page_size: int) -> list[int]:
-    """The order in which requests become rows.
+def decode_order(requests: Sequence[Request], page_size: int) -> tuple[list[int], bool]:
+    """The order in which requests become rows, and whether neighbours share first pages.
 
     Requests that share first pages of their prompts are neighbours, since attention reads what
-    neighbours share once. Those come first that share pages with others, the longest before shorter
-    ones: threads that take rows in order then end together.
+    neighbours share once. They come first, the longest before shorter ones: threads that take rows
+    in order then end together.
     """
     prefixes = [_prefix_of_prompt(request, page_size) for request in requests]
     sharing: dict[int, list[int]] = {}
@@ -259,42 +256,22 @@ def decode_order(requests: Sequence[Request], page_size: int) -> list[int]:
             alone += indices
     groups.sort(key=lambda group: -max(requests[i].kv_len for i in group))
     alone.sort(key=lambda i: (-requests[i].kv_len, i))
-    return [*itertools.chain.from_iterable(groups), *alone]
+    return [*itertools.chain.from_iterable(groups), *alone], bool(groups)
 
 
 def _prefix_of_prompt(request: Request, page_size: int) -> list[int]:
     """Some pages of a prompt, the last whole one included; none if there is little to share.
 
     A page belongs to one prefix. So of requests whose lists begin alike, the pages before are alike
-    too, and the lists need only every page whose number is a power of two.
+    too, and the lists need only pages at doubling distances.
     """
     # The last token of a prompt is the first decode step's input, so its page is not shared.
     num_shared = (len(request.prompt_ids) - 1) // page_size
-    count, pages = max(_SHARED_TOKENS // page_size, 1), []
+    count, pages = -(-MIN_SHARED_KEYS // page_size), []
     while count <= num_shared:
         pages.append(request.pages[count - 1])
         count *= 2
     return [*pages, request.pages[num_shared - 1]] if pages else []
-
-
-def order_by_prefix(requests: Sequence[Request], page_size: int) -> tuple[list[int], bool]:
-    """The order for attention that reads shared keys once, and whether there are some.
-
-    Requests whose first pages are the same are neighbours, and among them those with the same
-    prompt.
-    """
-    least = -(-MIN_SHARED_KEYS // page_size)
-
-    def prefix(index: int) -> list[int]:
-        """Ids of the page up to which keys must be shared, and of the prompt's last such page."""
-        request = requests[index]
-        # The last token of a prompt is the first decode step's input, so its page is not shared.
-        num_shared = (len(request.prompt_ids) - 1) // page_size
-        return [request.pages[count - 1] for count in (least, num_shared) if num_shared >= least]
-
-    order = sorted(range(len(requests)), key=prefix)
-    firsts = [prefix(index)[:1] for index in order]
-    return order, any(a == b != [] for a, b in itertools.pairwise(firsts))
 
 
 def build_decode_batch(
