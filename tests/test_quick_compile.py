@@ -26,6 +26,7 @@ NO_USERS = {
     "test_pallas_attention.py",
     "test_prefill_tiles.py",
     "test_remote_devices.py",
+    "test_shared_runs.py",
     "test_tpu_attention.py",
 }
 """They check what no user compiles: kernels of GPUs and TPUs that a CPU interprets, and devices of

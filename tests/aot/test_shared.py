@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -145,8 +146,7 @@ def kv_bytes(
     found = []
     for given in (None, runs):
         tables = BlockTables(table, lens[:, None] - 1, lens, given)
-        options = AttentionOptions(scale=0.1)
-        attend = jax.jit(lambda q, layer, tables: attention.attend(q, layer, tables, options))
+        attend = jax.jit(functools.partial(attention.attend, options=AttentionOptions(scale=0.1)))
         counted.num_bytes = 0
         jax.block_until_ready(attend(queries, LayerKV(pages, pages), tables))
         jax.effects_barrier()

@@ -154,7 +154,7 @@ def test_a_row_has_the_same_bits_in_any_company(num_rows):
     )
     together = case.run(NativeAttention().attend, DEFAULT)
     for row in range(num_rows):
-        tables = BlockTables(*(x[row : row + 1] for x in case.tables))
+        tables = BlockTables(*(x[row : row + 1] for x in case.tables[:3]))
         alone = case._replace(queries=case.queries[row : row + 1], tables=tables)
         np.testing.assert_array_equal(
             alone.run(NativeAttention().attend, DEFAULT)[0], together[row]

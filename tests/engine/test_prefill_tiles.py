@@ -92,9 +92,9 @@ class Prompts:
         @jax.jit
         def attend(q: jax.Array, layer: LayerKV, tables: BlockTables) -> jax.Array:
             k, v = layer.k, layer.values
-            return prefill_attention(q, k, v, *tables, Scores(*options), interpret=True)
+            return prefill_attention(q, k, v, *tables[:3], Scores(*options), interpret=True)
 
-        tables = BlockTables(*(x[blocks] for x in self.tables))
+        tables = BlockTables(*(x[blocks] for x in self.tables[:3]))
         out = attend(self.queries[blocks], self.case.layer, tables)
         assert out.dtype == self.queries.dtype
         return np.asarray(out, np.float32)
@@ -134,7 +134,7 @@ def test_half_precision(dtype):
 
 def tiles_of(prompts: Prompts, blocks: int) -> list[tuple[int, int]]:
     """First block and number of blocks of each tile, in order."""
-    found = make_tiles(*prompts.tables, prompts.case.layer.page_size, blocks)
+    found = make_tiles(*prompts.tables[:3], prompts.case.layer.page_size, blocks)
     pairs = zip(found.first.tolist(), found.num_blocks.tolist(), strict=True)
     return [(first, num_blocks) for first, num_blocks in pairs if num_blocks]
 

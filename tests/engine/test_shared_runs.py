@@ -40,7 +40,7 @@ TOLERANCES = {"float32": 2e-5, "bfloat16": 2e-2}
 
 
 def runs_of(case: RaggedCase, size: int = 16, min_keys: int = 128) -> SharedRuns:
-    """Of keys that were there before each row's newest token."""
+    """The runs by the keys that are there before each row's newest token."""
     keys = jnp.maximum(case.tables.kv_lens - 1, 0)
     return find_runs(case.tables.page_table, keys, PAGE, jnp.int32(min_keys), size)
 
@@ -230,11 +230,7 @@ def samples_of_a_prompt(monkeypatch, backend: str) -> dict[bool, list[Any]]:
 
     monkeypatch.setattr(runner, "order_by_prefix", watch)
     for is_allowed in (True, False):
-        with Engine(
-            model_config=TINY,
-            weights=spread_weights(),
-            **{**SMALL, "max_model_len": 160, **options},
-        ) as engine:
+        with Engine(model_config=TINY, weights=spread_weights(), **SMALL, **options) as engine:
             outputs = engine.generate_requests([prompt] * 8, params)
         found[is_allowed] = [(each.output_ids, each.logprobs) for each in outputs]
     assert any(is_shared)

@@ -61,7 +61,7 @@ def test_tiles_of_prompts(options):
     def attend(q: Any, layer: Any, tables: Any, options: AttentionOptions, sinks: Any) -> jax.Array:
         scores = Scores(*options)
         return prefill_attention(
-            q, layer.k, layer.v, *tables, options=scores, sinks=sinks, interpret=True
+            q, layer.k, layer.v, *tables[:3], options=scores, sinks=sinks, interpret=True
         )
 
     sinks = sinks_of(case)
