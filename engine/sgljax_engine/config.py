@@ -279,8 +279,9 @@ class RuntimeConfig:
             value = self.quantization
             expected = f"None or one of {QUANTIZATIONS}"
             require(value in QUANTIZATIONS, "quantization", value, expected)
-        value, expected = self.kv_cache_dtype, f"one of {KV_CACHE_DTYPES}"
-        require(value in KV_CACHE_DTYPES, "kv_cache_dtype", value, expected)
+        name, expected = _dtype_name(self.kv_cache_dtype), f"one of {KV_CACHE_DTYPES}"
+        require(name in KV_CACHE_DTYPES, "kv_cache_dtype", self.kv_cache_dtype, expected)
+        object.__setattr__(self, "kv_cache_dtype", name)
         for name in ("batch_buckets", "token_buckets"):
             buckets = getattr(self, name)
             if buckets is None:
