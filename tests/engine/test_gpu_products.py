@@ -188,10 +188,11 @@ def test_attention_of_projections(shape, options, has_norms, dtype, attention):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("quantization", [None, "int8"])
-def test_engine_with_the_interpreted_kernels(monkeypatch, quantization):
-    """Decode through all fused kernels: the tokens of the portable backend."""
-    common = {"linear_backend": "xla", "quantization": quantization}
+@pytest.mark.parametrize("rounded", [None, "quantization", "kv_cache_dtype"])
+def test_engine_with_the_interpreted_kernels(monkeypatch, rounded):
+    """Decode through all kernels, fused but for keys of 8 bits: the portable backend's tokens."""
+    options = {} if rounded is None else {rounded: "int8"}
+    common = {"linear_backend": "xla", **options}
     expected = greedy_tokens(attention_backend="xla", **common)
     traced = []
 
@@ -201,6 +202,6 @@ def test_engine_with_the_interpreted_kernels(monkeypatch, quantization):
             return traced[-1]
 
     use_gpu_kernels(monkeypatch, Counted(interpret=True))
-    assert greedy_tokens(**GPU, quantization=quantization) == expected
+    assert greedy_tokens(**GPU, **options) == expected
     assert len(traced) >= 3
     assert all(traced)
