@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,7 +51,7 @@ class Workload:
     """Sizes, and the texts as token ids."""
 
     def __init__(self, folder: Path | None) -> None:
-        """Of a model in a folder, or of the tiny one."""
+        """Takes the folder of a model, or None for the tiny one."""
         self.folder = folder
         self.num_rows, self.prompt, self.new, self.text = (64, 64, 256, 512)
         self.contexts = {"context of 512": 512, "context of 1,536": 1536}
@@ -97,7 +98,9 @@ def completions(engine: Engine, work: Workload) -> list[tuple[list[int], np.ndar
 
 def distances(sampled: Sequence[tuple[list[int], np.ndarray]], scores: Sequence[Any]) -> Any:
     """Statistics of the log-ratios of sampled tokens."""
-    rows = [np.asarray(score, np.float64) - own for (_, own), score in zip(sampled, scores, strict=True)]
+    rows = [
+        np.asarray(score, np.float64) - own for (_, own), score in zip(sampled, scores, strict=True)
+    ]
     ratios, means = np.concatenate(rows), np.exp([row.mean() for row in rows])
     is_within = (means >= WITHIN[0]) & (means <= WITHIN[1])
     return {
@@ -120,7 +123,7 @@ def decode_seconds(work: Workload, num_turns: int) -> dict[str, dict[str, list[f
         prompts = [text[:length] for text in work.texts]
         engines = {name: work.engine(name, mem_fraction_static=0.4) for name in names}
         runs = {
-            name: lambda engine=engine: engine.generate_requests(prompts, params)
+            name: functools.partial(engine.generate_requests, prompts, params)
             for name, engine in engines.items()
         }
         found[f"{work.num_rows} rows, {label}"] = take_turns(runs, num_turns)

@@ -85,7 +85,10 @@ def write_kv(
     Returns:
         The pages.
     """
-    stored = tuple(_Stored(x.dtype.name, kept.dtype.name, x.ndim == 2) for x, kept in zip(new, pages, strict=True))
+    stored = tuple(
+        _Stored(x.dtype.name, kept.dtype.name, x.ndim == 2)
+        for x, kept in zip(new, pages, strict=True)
+    )
     assert all(each.is_copied or each.given == "float32" for each in stored), stored
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pages]
     operation = _write_operation(stored)

@@ -121,9 +121,7 @@ class Pages(NamedTuple):
     def key(self, pages: Value, index: Value) -> Value:
         """The address of a key."""
         token = self._token(index)
-        return self.code.at(
-            pages, self.code.mul(token, self.shape.head_dim), self.shape.stored
-        )
+        return self.code.at(pages, self.code.mul(token, self.shape.head_dim), self.shape.stored)
 
     def copy_scales(self, scales: Value, first: Value, to: Value, lanes: int) -> None:
         """Emits the copying of a vector's scales to memory, of keys as of `vector_of`."""

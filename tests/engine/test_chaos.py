@@ -96,9 +96,7 @@ class Answer:
 class Chaos:
     """An engine under clients that generate and one thread that interrupts them."""
 
-    def __init__(
-        self, kind: Kind, backend: str, seed: int, num_tokens: int = NUM_TOKENS
-    ) -> None:
+    def __init__(self, kind: Kind, backend: str, seed: int, num_tokens: int = NUM_TOKENS) -> None:
         self.kind, self.random, self.wanted = kind, random.Random(seed), num_tokens
         self.weights = [models.spread_weights(kind.model, n) for n in range(NUM_WEIGHTS)]
         self.engine = make(kind, backend, self.weights[0], **RETRACTING)

@@ -88,7 +88,7 @@ class PageLayout(NamedTuple):
         dtype: jnp.dtype,
         make: Callable[[tuple[int, ...], jnp.dtype], jax.Array],
     ) -> LayerKV:
-        """A layer of arrays from `make(shape, dtype)`; `dtype` is that of numbers without scales."""
+        """A layer of arrays from `make(shape, dtype)`; `dtype` is of numbers without scales."""
         per_token = (num_pages, self.num_rows, page_size)
         if not self.is_int8:
             pages = [make((*per_token, self.row_size), dtype) for _ in range(1 + self.has_values)]
