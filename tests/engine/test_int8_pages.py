@@ -128,7 +128,7 @@ def test_an_overflowed_token_spoils_those_that_see_it(backend, is_key, bad):
 
     def outputs() -> np.ndarray:
         layer = empty_layer(4, 2, page_size, head_dim)
-        new = NewTokens(*map(jnp.asarray, (q, k, v)))
+        new = NewTokens(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v))
         return np.asarray(run(new, layer, tables, slots, OPTIONS["default"])[0])
 
     sound = outputs()

@@ -40,7 +40,7 @@ class NativeAttention:
             tables.kv_lens,
             _shape(num_heads, layer, options),
             sinks,
-            None if layer.v_scale is None else (layer.k_scale, layer.v_scale),
+            layer.scales,
         )
         return out.reshape(q_NQDh.shape).astype(q_NQDh.dtype)
 

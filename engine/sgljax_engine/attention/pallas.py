@@ -117,7 +117,7 @@ class PallasAttention:
             *tables,
             Scores(*options),
             sinks,
-            None if layer.v_scale is None else (layer.k_scale, layer.v_scale),
+            layer.scales,
             is_invariant=self.is_invariant,
             interpret=self.interpret,
         )

@@ -158,10 +158,10 @@ def xla_attention(
         v = k if layer.v is None else load(layer.v, ids)
         v = jnp.where(exists_NS[:, None, :, None], v, 0)
         scales = None
-        if layer.k_scale is not None and layer.v_scale is not None:
+        if layer.scales is not None:
             k, v = k.astype(q_NKRh.dtype), v.astype(q_NKRh.dtype)
-            v_scale = jnp.where(exists_NS[:, None], load(layer.v_scale, ids), 0)
-            scales = load(layer.k_scale, ids), v_scale
+            k_scale, v_scale = (load(each, ids) for each in layer.scales)
+            scales = k_scale, jnp.where(exists_NS[:, None], v_scale, 0)
         elif num_queries > 1:
             # Nor may a later token that overflowed reach the queries before it: its key is NaN
             # instead, which masks hide.

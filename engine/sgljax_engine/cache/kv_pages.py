@@ -52,6 +52,13 @@ class LayerKV(NamedTuple):
         return self.k if self.v is None else self.v
 
     @property
+    def scales(self) -> tuple[jax.Array, jax.Array] | None:
+        """Scales of keys and of values; None for pages of floating-point numbers."""
+        if self.k_scale is None or self.v_scale is None:
+            return None
+        return self.k_scale, self.v_scale
+
+    @property
     def page_size(self) -> int:
         return self.k.shape[2]
 

@@ -419,8 +419,8 @@ def paged_attention(
     num_blocks, num_kv_heads = q_NQDh.shape[0], k.shape[1]
     choose = invariant_tiling if is_invariant else choose_tiling
     # Tiles are of numbers in registers, which are wider than those of 8 bits in pages.
-    computed = jax.ShapeDtypeStruct(k.shape, computed_dtype(q_NQDh.dtype, k.dtype))
-    tiling = choose(q_NQDh.shape, computed, page_table.shape[1])  # type: ignore[arg-type]
+    computed: Any = jax.ShapeDtypeStruct(k.shape, computed_dtype(q_NQDh.dtype, k.dtype))
+    tiling = choose(q_NQDh.shape, computed, page_table.shape[1])
     is_split = tiling.splits > 1
     values, more = ([] if x is None else [x] for x in (v, sinks))
     more = [*(scales or ()), *more]
