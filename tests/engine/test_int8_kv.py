@@ -83,11 +83,19 @@ def test_each_token_is_that_of_an_undisturbed_engine(name):
 
 
 @needs_machine_code
-@pytest.mark.parametrize("name", ["plain", "windows", "hybrid"])
-def test_the_same_bits_however_a_prompt_is_computed(name):
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (models.TINY, {}),
+        pytest.param(models.TINY, {"dtype": "bfloat16"}, marks=pytest.mark.slow),
+        (WINDOWS, {}),
+        (models.HYBRID, {}),
+    ],
+    ids=["plain", "half", "windows", "hybrid"],
+)
+def test_the_same_bits_however_a_prompt_is_computed(model, options):
     """Fresh, in chunks, from the prefix cache with copied tails, and as a score."""
-    model = {"plain": models.TINY, "windows": WINDOWS, "hybrid": models.HYBRID}[name]
-    with make(model) as engine:
+    with make(model, **options) as engine:
         tokens, logprobs = answers(engine)
         again = answers(engine)
         assert engine.get_internal_state().counters.num_cached_tokens > 0
@@ -98,7 +106,7 @@ def test_the_same_bits_however_a_prompt_is_computed(name):
     for found, wanted in zip([*again[1], *scores], [*logprobs] * 2, strict=True):
         np.testing.assert_array_equal(found, np.asarray(wanted, np.float32))
     assert again[0] == tokens
-    with make(model, CHUNKED) as engine:
+    with make(model, CHUNKED, **options) as engine:
         found_tokens, found = answers(engine)
     assert found_tokens == tokens
     np.testing.assert_array_equal(np.concatenate(found), np.concatenate(logprobs))

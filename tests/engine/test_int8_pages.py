@@ -83,6 +83,20 @@ def test_ragged_blocks(backend, shape, options):
     case.check(case.run(BACKENDS[backend].attend, OPTIONS[options]), OPTIONS[options], 3e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("backend", BY_BACKEND)
+def test_half_precision(backend, dtype):
+    """Queries are rounded before the comparison: what is left is that of weights and outputs."""
+    case = int8_case(SHAPES[1])
+    queries, options = jnp.asarray(case.queries, dtype), OPTIONS["default"]
+    attend = jax.jit(functools.partial(BACKENDS[backend].attend), static_argnums=3)
+    out = attend(queries, case.layer, case.tables, options)
+    assert out.dtype == dtype
+    case = case._replace(queries=np.asarray(queries, np.float32))
+    case.check(np.asarray(out, np.float32), options, 2e-2)
+
+
 @pytest.mark.parametrize("num_kv_heads", [1, 3])
 @pytest.mark.parametrize("backend", tiered([*WRITERS], ["xla", "native"]))
 def test_tokens_are_rounded_where_they_are_written(backend, num_kv_heads):
