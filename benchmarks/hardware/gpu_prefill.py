@@ -124,7 +124,9 @@ def _backend(kernel: Any, keys: int | None, *, interpret: bool) -> Attend:
         if keys is not None:
             tiling = choose_prefill_tiling(q_NQDh.shape, layer.k.shape[1])
             more = {"tiling": tiling._replace(keys=keys)}
-        return kernel(q_NQDh, *layer, *tables[:3], Scores(*options), interpret=interpret, **more)
+        return kernel(
+            q_NQDh, *layer[:2], *tables[:3], Scores(*options), interpret=interpret, **more
+        )
 
     return attend
 

@@ -21,7 +21,21 @@ from sgljax_cpu.attention_tile import (
     Queries,
     Softmax,
 )
-from sgljax_cpu.emit import F32, I1, I32, I64, PTR, VOID, Code, Module, Number, Value, f32, vector
+from sgljax_cpu.emit import (
+    F32,
+    I1,
+    I8,
+    I32,
+    I64,
+    PTR,
+    VOID,
+    Code,
+    Module,
+    Number,
+    Value,
+    f32,
+    vector,
+)
 from sgljax_cpu.machine import Vectors
 from sgljax_cpu.numbers import STORED, store_float
 from sgljax_cpu.operation import Operation, Plan, Shapes, read_values
@@ -55,6 +69,7 @@ def paged_attention(
     kv_lens: jax.Array,
     shape: AttentionShape,
     sinks: jax.Array | None = None,
+    scales: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """Causal attention of blocks of queries, each block of one request, inside a program.
 
@@ -69,14 +84,17 @@ def paged_attention(
         shape: The shape that the kernel is compiled for.
         sinks: [num_heads] float32, for each head the score of a key without a value that every
             query sees; None without.
+        scales: [num_pages, num_kv_heads, page_size] float32, by which keys and values of int8 are
+            multiplied; those of values are finite where keys exist. None for other dtypes.
 
     Returns:
         [N * Q, num_heads, head_dim] float32, 0 for unused blocks.
     """
     assert q.dtype == jnp.float32, q.dtype
+    assert shape.has_scales == (scales is not None), shape
     per_tile = min(max(_QUERY_ROWS // shape.tile_heads, 1), positions.shape[1])
     arrays = [q, k_pages, v_pages, page_table, positions, kv_lens]
-    arrays += [] if sinks is None else [sinks]
+    arrays += [*([] if sinks is None else [sinks]), *(scales or ())]
     operation = _attention(shape, per_tile, sinks is not None, MAX_RUN_BYTES)
     return run_one(operation, arrays, jax.ShapeDtypeStruct(q.shape, jnp.float32))
 
@@ -87,26 +105,59 @@ def write_kv(
     """Writes tokens' keys and values, or keys alone, to slots of pages; in place, in a program.
 
     Args:
-        new: Keys [T, num_kv_heads, head_dim] float32, and values.
+        new: Keys [T, num_kv_heads, head_dim] float32, and values; for pages of int8, both of int8,
+            and scales [T, num_kv_heads] of each.
         pages: As for `paged_attention`, of each.
         slots: [T] int32, page * page_size + offset; those beyond the pool are dropped.
 
     Returns:
         The pages.
     """
-    assert all(x.dtype == jnp.float32 for x in new), new
+    stored = tuple(
+        _Stored(x.dtype.name, kept.dtype.name, x.ndim == 2)
+        for x, kept in zip(new, pages, strict=True)
+    )
+    assert all(each.is_copied or each.given == "float32" for each in stored), stored
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pages]
-    operation = _write_operation(pages[0].dtype.name, len(pages))
+    operation = _write_operation(stored)
     return tuple(run(operation, [*new, *pages, slots], shapes))
 
 
 # ---------------------------------------------------------------------- writing
 
 
+class _Stored(NamedTuple):
+    """An array whose tokens are written: dtypes before and after, and whether it is of scales."""
+
+    given: str
+    kept: str
+    is_scale: bool
+
+    @property
+    def is_copied(self) -> bool:
+        return self.given == self.kept
+
+    def write(self, code: Code, new: Value, kept: Value, count: Value, lanes: int) -> None:
+        """Emits the writing of a head, from one address to another."""
+        if self.is_scale:
+            code.store(code.load(new, F32), kept)
+            return
+        with code.loop(0, count, lanes) as channel:
+            place, to = (
+                code.at(base, channel, STORED[dtype])
+                for base, dtype in ((new, self.given), (kept, self.kept))
+            )
+            if self.kept == "int8":
+                code.store(code.load(place, vector(lanes, I8), 1), to, 1)
+            else:
+                store_float(code, code.load(place, vector(lanes), 4), to, self.kept)
+
+
 @functools.cache
-def _write_operation(dtype: str, count: int) -> Operation:
-    write = functools.partial(_write_tokens, dtype=dtype, count=count)
+def _write_operation(stored: tuple[_Stored, ...]) -> Operation:
+    count = len(stored)
     in_place = tuple((count + i, i) for i in range(count))
+    write = functools.partial(_write_tokens, stored=stored)
     return Operation("write_kv", write, _plan_write, in_place=in_place)
 
 
@@ -118,9 +169,9 @@ def _plan_write(arguments: Shapes, results: Shapes, threads: int) -> Plan:
     return Plan(-(-num_tokens // _WRITE_CHUNK), sizes)
 
 
-def _write_tokens(module: Module, vectors: Vectors, *, dtype: str, count: int) -> Value:
+def _write_tokens(module: Module, vectors: Vectors, *, stored: Sequence[_Stored]) -> Value:
     """Writes f(values, chunk): some tokens."""
-    lanes = vectors.lanes
+    count = len(stored)
     with Code(module, "tokens", VOID, [PTR, I64]) as code:
         values, chunk = code.arguments
         arrays = read_values(code, values, 3 * count + 1, 5)
@@ -131,16 +182,15 @@ def _write_tokens(module: Module, vectors: Vectors, *, dtype: str, count: int) -
             slot = code.load_int(slots, token)
             is_there = code.both(code.less(slot, num_slots), code.compare("sge", slot, 0))
             with code.when(is_there), code.loop(0, num_heads) as head:
-                source = code.mul(code.add(code.mul(token, num_heads), head), head_dim)
+                source = code.add(code.mul(token, num_heads), head)
                 page = code.mul(code.div(slot, page_size), num_heads)
                 row = code.mul(code.add(page, head), page_size)
-                target = code.mul(code.add(row, code.rem(slot, page_size)), head_dim)
-                for new, kept in pairs:
-                    with code.loop(0, head_dim, lanes) as channel:
-                        place = code.at(new, code.add(source, channel))
-                        found = code.load(place, vector(lanes), 4)
-                        to = code.at(kept, code.add(target, channel), STORED[dtype])
-                        store_float(code, found, to, dtype)
+                target = code.add(row, code.rem(slot, page_size))
+                for each, (new, kept) in zip(stored, pairs, strict=True):
+                    width = Value(I64, "1") if each.is_scale else head_dim
+                    place = code.at(new, code.mul(source, width), STORED[each.given])
+                    to = code.at(kept, code.mul(target, width), STORED[each.kept])
+                    each.write(code, place, to, head_dim, vectors.lanes)
     return code.function
 
 
@@ -245,8 +295,8 @@ class _Kernel(NamedTuple):
         return Softmax.size_of(self.shape.head_dim, self.lanes)
 
     def read(self, code: Code, values: Value) -> list[Value]:
-        """The addresses of arguments and results, and sizes; of sinks at the end, if any."""
-        return read_values(code, values, 7 + self.has_sinks, 5)
+        """The addresses of arguments and results, and sizes; sinks and scales come before `out`."""
+        return read_values(code, values, 7 + self.has_sinks + self.shape.num_scales, 5)
 
     def sinks(self, code: Code, arrays: list[Value], part: Value, count: int) -> list[Value]:
         """Those of a part's queries, of `count` tokens."""
@@ -286,7 +336,8 @@ class _Kernel(NamedTuple):
         width, parts = arrays[-4], self.shape.group // self.shape.tile_heads
         head = part if parts == 1 else code.div(part, parts)
         table = code.at(arrays[3], code.mul(block, width), I32)
-        return Pages(code, self.shape, table, head, num_keys)
+        scales = arrays[6 + self.has_sinks : -6]
+        return Pages(code, self.shape, table, head, num_keys, scales)
 
     def write_tile(self, per_tile: int) -> Value:
         """Writes f(values, tile, part, softmax, begin): some queries of a block.
@@ -297,7 +348,7 @@ class _Kernel(NamedTuple):
         with Code(self.module, "tile", VOID, [PTR, I64, I64, PTR, I64]) as code:
             values, tile, part, state, begin = code.arguments
             arrays = self.read(code, values)
-            out = arrays[6 + self.has_sinks]
+            out = arrays[-6]
             _, _, num_queries, tiles, _ = arrays[-5:]
             block, first = code.div(tile, tiles), code.mul(code.rem(tile, tiles), per_tile)
             num_keys = code.load_int(arrays[5], block)

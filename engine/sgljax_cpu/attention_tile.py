@@ -78,6 +78,16 @@ class AttentionShape(NamedTuple):
         return STORED[self.dtype]
 
     @property
+    def has_scales(self) -> bool:
+        """Whether each key and value has a factor."""
+        return self.dtype == "int8"
+
+    @property
+    def num_scales(self) -> int:
+        """Arrays of scales, of keys and of values."""
+        return 2 if self.has_scales else 0
+
+    @property
     def group(self) -> int:
         """Query heads of a kv head."""
         return self.num_heads // self.num_kv_heads
@@ -102,6 +112,7 @@ class Pages(NamedTuple):
         table: Address of the request's page ids, int32.
         head: The kv head.
         num_keys: i64, keys that exist.
+        scales: Addresses of the arrays of keys' scales and of values'; empty without.
     """
 
     code: Code
@@ -109,14 +120,31 @@ class Pages(NamedTuple):
     table: Value
     head: Value
     num_keys: Value
+    scales: Sequence[Value] = ()
 
     def key(self, pages: Value, index: Value) -> Value:
         """The address of a key."""
+        token = self._token(index)
+        return self.code.at(pages, self.code.mul(token, self.shape.head_dim), self.shape.stored)
+
+    def copy_scales(self, scales: Value, first: Value, to: Value, lanes: int) -> None:
+        """Emits the copying of a vector's scales to memory, of keys as of `vector_of`."""
+        code, last = self.code, self.code.sub(self.num_keys, 1)
+        if self.shape.page_size % lanes == 0:
+            whole = code.mul(code.div(code.min(first, last), lanes), lanes)
+            found = code.load(code.at(scales, self._token(whole)), vector(lanes), 4)
+            code.store(found, to, 4)
+            return
+        with code.loop(0, lanes) as index:
+            token = self._token(code.min(code.add(first, index), last))
+            code.store(code.load(code.at(scales, token), F32), code.at(to, index))
+
+    def _token(self, index: Value) -> Value:
+        """The place of a key among all keys of all heads."""
         code, size = self.code, self.shape.page_size
         page = code.load(code.at(self.table, code.div(index, size), I32), I32)
         row = code.mul(code.convert("sext", page, I64), self.shape.num_kv_heads)
-        token = code.add(code.mul(code.add(row, self.head), size), code.rem(index, size))
-        return code.at(pages, code.mul(token, self.shape.head_dim), self.shape.stored)
+        return code.add(code.mul(code.add(row, self.head), size), code.rem(index, size))
 
     def vector_of(self, pages: Value, first: Value, count: int, places: Value) -> KeyVector:
         """`count` keys from a multiple of it on; the last existing key replaces missing ones.
@@ -277,6 +305,7 @@ class Attention:
         self._count = count = len(queries.ends)
         self._scores = code.stack(f"[{count * SPAN} x float]")
         self._by_lane = code.stack(f"[{count * lanes * lanes} x float]")
+        self._scales = [code.stack(f"[{SPAN} x float]") for _ in pages.scales]
         self._places = [code.stack(f"[{lanes} x ptr]") for _ in range(2)]
         self._peaks = [code.variable(code.load(softmax.peak(i), F32)) for i in range(count)]
         self._totals = [
@@ -314,7 +343,10 @@ class Attention:
             if self._ahead is not None:
                 self._prefetch(self._ahead, code.add(first, SPAN))
             keys, following = self._two_vectors(self._k_pages, first)
+            for scales, own in zip(self._pages.scales, self._scales, strict=True):
+                self._pages.copy_scales(scales, first, code.at(own, at), lanes)
             for row, scores in enumerate(self._products(keys, following)):
+                scores = self._scaled(scores, 0, at)
                 if self._shape.softcap is not None:
                     cap = code.splat(f32(self._shape.softcap), lanes)
                     scores = tanh(code, code.float_op("fdiv", scores, cap))
@@ -333,6 +365,16 @@ class Attention:
                 place = found.address(index)
                 for channel in range(0, self._shape.head_dim, _LINE):
                     code.prefetch(code.at(place, channel, self._shape.stored))
+
+    def _scaled(self, x: Value, kind: int, at: Value) -> Value:
+        """A vector of scores times the scales of keys, kind 0, or of weights times those of values.
+
+        Unchanged without scales.
+        """
+        if not self._scales:
+            return x
+        scales = self._code.load(self._code.at(self._scales[kind], at), vector(self._lanes), 4)
+        return self._code.float_op("fmul", x, scales)
 
     def _two_vectors(self, pages: Value, first: Value) -> tuple[KeyVector, KeyVector]:
         """One vector of keys or values, and the next one."""
@@ -422,7 +464,7 @@ class Attention:
                 place = code.at(self._scores, code.add(at, row * SPAN))
                 below = code.float_op("fsub", code.load(place, vector(lanes), 4), peaks)
                 weights = exp(code, below)
-                code.store(weights, place, 4)
+                code.store(self._scaled(weights, 1, at), place, 4)
                 total.set(code.float_op("fadd", total.get(), weights))
         return shrinks
 

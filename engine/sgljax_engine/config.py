@@ -17,6 +17,8 @@ from sgljax_engine.foreign_options import FOREIGN_OPTIONS
 
 QUANTIZATIONS = ("int8",)
 
+KV_CACHE_DTYPES = ("auto", "int8")
+
 DTYPES = ("float32", "bfloat16", "float16")
 
 ATTENTION_BACKENDS = ("auto", "native", "xla", "pallas", "tpu")
@@ -230,6 +232,10 @@ class RuntimeConfig:
             per output, computed at each weight sync. They take a quarter of float32's memory, and
             of its time where memory is the limit. The log-probs are those of the rounded model, see
             docs/weights.md. None stores them in `dtype`.
+        kv_cache_dtype: Dtype of keys and values in pages. "auto" takes `dtype`. "int8" stores them
+            as 8-bit numbers with one float32 scale per token and kv head, in a quarter of float32's
+            memory. Tokens are drawn, and scored, from the rounded keys and values, see
+            docs/weights.md.
         enable_deterministic_sampling: Make tokens and log-probs of a greedy or seeded request
             batch-invariant: the same bits whatever else is in the batch, and however the request is
             batched, chunked, cached, paused or put to sleep. None, the default, does so where it is
@@ -250,6 +256,7 @@ class RuntimeConfig:
     attention_backend: str = "auto"
     linear_backend: str = "auto"
     quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     enable_deterministic_sampling: bool | None = None
     random_seed: int | None = None
     check_finite: bool = True
@@ -272,6 +279,9 @@ class RuntimeConfig:
             value = self.quantization
             expected = f"None or one of {QUANTIZATIONS}"
             require(value in QUANTIZATIONS, "quantization", value, expected)
+        name, expected = _dtype_name(self.kv_cache_dtype), f"one of {KV_CACHE_DTYPES}"
+        require(name in KV_CACHE_DTYPES, "kv_cache_dtype", self.kv_cache_dtype, expected)
+        object.__setattr__(self, "kv_cache_dtype", name)
         for name in ("batch_buckets", "token_buckets"):
             buckets = getattr(self, name)
             if buckets is None:

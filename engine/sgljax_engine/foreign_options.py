@@ -124,8 +124,9 @@ _WITHOUT_COUNTERPART = (
         "swap_space cpu_offload_gb preemption_mode",
     ),
     (
-        "weights, activations and KV cache have the one `dtype`",
-        "quantization_param_path kv_cache_dtype calculate_kv_scales weight_dtype",
+        "weights and activations have the one `dtype`, and keys of 'kv_cache_dtype' int8 a scale "
+        "for each token",
+        "quantization_param_path calculate_kv_scales weight_dtype",
     ),
     (
         "it is always on",

@@ -9,7 +9,7 @@ import jax
 from sgljax_engine.attention.cpu import native_problem
 from sgljax_engine.builder.backends import engine_backends
 from sgljax_engine.builder.compilation_cache import compilation_cache_path
-from sgljax_engine.builder.group import check_experts, pick_max_model_len
+from sgljax_engine.builder.group import check_options, pick_max_model_len
 from sgljax_engine.builder.sources import pick_dtype
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.errors import InvalidConfigError
@@ -91,7 +91,7 @@ def preview_engine(
     config = config or EngineConfig()
     dtype = pick_dtype(config, folder)
     problem = None
-    check_experts(model, config)
+    check_options(model, config)
     try:
         parallel = fit_parallel(model, config, mesh, dtype, device_bytes)
     except NoSizeFits as error:

@@ -240,6 +240,7 @@ def test_fields_that_agree_are_no_conflict(bare, warnings):
             {"max_model_len": 77, "num_kv_tokens": 99},  # no engine
         ),
         ({"dtype": "half"}, {"dtype": "float16"}),
+        ({"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "int8"}),
         ({"gpu_memory_utilization": 0.5, "block_size": None}, {"mem_fraction_static": 0.5}),
         ({"precompile_bs_paddings": [1, 300]}, {"batch_buckets": (1, 300)}),  # no engine
         # This engine's own name decides, whatever the order.
@@ -280,6 +281,10 @@ def test_unknown_entries(bare, warnings):
         ({"rollout_vllm_max_num_seqs": "many"}, r"max_running_requests.*'many'.*max_num_seqs"),
         ({"rollout_vllm_kwargs": {"enable_prefix_caching": "x"}}, r"vllm_kwargs: .* got 'x'"),
         ({"rollout_vllm_kwargs": {"dtype": "int3"}}, r"dtype must be .*'int3'.*\['dtype'\]"),
+        (
+            {"rollout_vllm_kwargs": {"kv_cache_dtype": "fp8_e5m2"}},
+            r"kv_cache_dtype must be .*'fp8_e5m2'.*\['kv_cache_dtype'\]",
+        ),
         ({"rollout_vllm_kwargs": [1]}, r"rollout_vllm_kwargs must be a dict, got \[1\]"),
         ({"rollout_vllm_logprobs_mode": "raw_logits"}, r"logprobs_mode must be .*'raw_logits'"),
         ({"rollout_vllm_kwargs": {"logprobs_mode": 3}}, r"\['logprobs_mode'\] must be .* got 3"),

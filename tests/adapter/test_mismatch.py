@@ -111,6 +111,16 @@ def test_bfloat16():
     assert not report.is_within(1e-4)
 
 
+def test_keys_of_8_bits_are_named(make_rollout, model):
+    rollout = make_rollout(kv_cache_dtype="int8", config={"temperature": 0.9})
+    report = report_of(rollout, model)
+    assert (report.dtype, report.kv_dtype) == ("float32", "int8")
+    assert report.to_dict()["kv_dtype"] == "int8"
+    assert "float32 with keys and values in int8, logprobs_mode" in str(report)
+    assert report.is_within(), str(report)
+    assert not report.is_within(1e-4)
+
+
 @pytest.mark.parametrize("batch_size", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_rollout_that_matches_differs_by_nothing(make_rollout, model, other_model, batch_size):
     rollout = make_rollout(

@@ -366,6 +366,10 @@ def test_donated_arrays_are_named(make_rollout):
             {"logprobs_mode": "trainer_match", "quantization": "int8"},
             r"logprobs_mode='trainer_match' cannot be combined with quantization='int8'",
         ),
+        (
+            {"logprobs_mode": "trainer_match", "kv_cache_dtype": "int8"},
+            r"logprobs_mode='trainer_match' cannot be combined with kv_cache_dtype='int8'",
+        ),
         ({"logprobs_mode": "exact"}, r"logprobs_mode.*'trainer_match'.*'exact'"),
     ],
 )

@@ -28,7 +28,9 @@ num_heads, num_kv_heads = 8, 4
 if sys.argv[5:]:  # as gpt-oss
     scores, sinks = paged_attention.Scores(0.125, 128), (shape(64, dtype=jnp.float32),)
     num_heads, num_kv_heads = 64, 8
-pages = shape(1024, num_kv_heads, 16, head_dim, dtype=dtype)
+pages, scales = shape(1024, num_kv_heads, 16, head_dim, dtype=dtype), None
+if dtype == "int8":
+    dtype, scales = "bfloat16", (shape(1024, num_kv_heads, 16, dtype=jnp.float32),) * 2
 table, kv_lens = shape(64, 128), shape(64)
 if kernel == "decode":
     heads = [shape(64, count, head_dim, dtype=dtype) for count in (num_heads, *[num_kv_heads] * 2)]
@@ -52,16 +54,17 @@ elif kernel.startswith("latents"):
     q = shape(64, num_queries, 16, head_dim, dtype=dtype)
     args = (q, pages, table, shape(64, num_queries), kv_lens)
 else:
-    q = shape(64, 16, num_heads, head_dim, dtype=dtype)
+    num_queries = 1 if kernel == "paged, decode" else 16
+    q = shape(64, num_queries, num_heads, head_dim, dtype=dtype)
 
-    def run(args, sinks):
-        if kernel == "paged":
-            return paged_attention.paged_attention(*args, scores, *sinks)
+    def run(args, sinks, scales):
+        if kernel.startswith("paged"):
+            return paged_attention.paged_attention(*args, scores, *(sinks or [None]), scales)
         tiling = prefill_attention.choose_prefill_tiling(q.shape, num_kv_heads)
         tiling = tiling._replace(keys=tiling.keys * more_keys)
         return prefill_attention.prefill_attention(*args, scores, *sinks, tiling=tiling)
 
-    args = ((q, pages, pages, table, shape(64, 16), kv_lens), sinks)
+    args = ((q, pages, pages, table, shape(64, num_queries), kv_lens), sinks, scales)
 text = jax.jit(run).lower(*args).compile().as_text()
 assert text.count("__gpu$xla.gpu.triton") == 1, text
 """
@@ -77,6 +80,9 @@ assert text.count("__gpu$xla.gpu.triton") == 1, text
         ("prefill", 256, "bfloat16"),
         ("prefill", 512, "bfloat16"),
         ("paged", 512, "bfloat16"),
+        ("paged", 128, "int8"),
+        ("paged", 512, "int8"),
+        ("paged, decode", 128, "int8"),
         ("decode", 512, "bfloat16"),
         ("decode", 512, "float32"),
         ("latents", 576, "bfloat16"),

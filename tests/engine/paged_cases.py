@@ -72,7 +72,8 @@ class RaggedCase(NamedTuple):
 
     def run(self, backend, options, *sinks) -> np.ndarray:
         """The backend's output [N, Q, D, h], as float32."""
-        queries = jnp.asarray(self.queries, self.layer.k.dtype)
+        is_int8 = self.layer.k_scale is not None
+        queries = jnp.asarray(self.queries, jnp.float32 if is_int8 else self.layer.k.dtype)
         if not isinstance(backend, jax.stages.Wrapped):
             # One program: compiling each operation by itself takes several times as long.
             backend = jax.jit(functools.partial(backend), static_argnums=3)  # traced anew

@@ -17,11 +17,10 @@ from sgljax_engine.kernels.runs import SharedRuns, find_runs
 from sgljax_engine.kernels.tpu import paged_attention as tpu_kernel
 from sgljax_engine.layers import fused
 from sgljax_engine.runner import runner
-from sgljax_engine.runner.batches.batch import order_by_prefix
 from sgljax_engine.runner.programs.attend import slots_at
 from tests.engine import gpu_interpreted
 from tests.engine.gpu_interpreted import FUSED, INVARIANT, PLAIN
-from tests.engine.models import TINY, make_requests, random_prompts, spread_weights
+from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.paged_cases import OPTIONS, RaggedCase, ragged_case
 from tests.geometry import SMALL
 
@@ -103,15 +102,6 @@ class TestFindingThem:
         assert members[1].tolist() == [*range(6, 12), *[12] * 6]
         assert places.tolist() == [*range(6), *range(12, 18)]
         assert begins.tolist() == [31 * PAGE] * 12
-
-    def test_the_order_of_rows(self):
-        """Requests of two prompts, of which one is behind the other's first pages."""
-        requests = make_requests(*[200] * 5, 20)
-        pages = [[*range(8), *range(20, 25)], [*range(8), *range(30, 35)]]
-        for index, request in enumerate(requests):
-            request.pages.extend([*pages[index % 2], 100 + index])
-        assert order_by_prefix(requests, PAGE) == ([5, 0, 2, 4, 1, 3], True)
-        assert order_by_prefix([requests[0], requests[5]], PAGE) == ([1, 0], False)
 
 
 @pytest.mark.parametrize(
@@ -221,14 +211,14 @@ def samples_of_a_prompt(monkeypatch, backend: str) -> dict[bool, list[Any]]:
         options = gpu_interpreted.OPTIONS
     (prompt,) = random_prompts(1, 150, 151)
     params = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
-    order, is_shared, found = runner.order_by_prefix, [], {}
+    order, is_shared, found = runner.decode_order, [], {}
 
     def watch(requests: Any, page_size: int) -> tuple[list[int], bool]:
         rows, shares = order(requests, page_size)
         is_shared.append(shares)
         return rows, shares and is_allowed
 
-    monkeypatch.setattr(runner, "order_by_prefix", watch)
+    monkeypatch.setattr(runner, "decode_order", watch)
     for is_allowed in (True, False):
         with Engine(model_config=TINY, weights=spread_weights(), **SMALL, **options) as engine:
             outputs = engine.generate_requests([prompt] * 8, params)

@@ -132,12 +132,12 @@ class Writing:
         call = jax.jit(attention.write_and_attend, static_argnums=4)
         num_kv_heads, head_dim = new.shape[3:]
         layout = PageLayout(num_kv_heads, head_dim, heads_per_row(head_dim))
-        pages = LayerKV(*(jnp.asarray(pack(layout, np.asarray(part))) for part in self.layer))
+        pages = LayerKV(*(jnp.asarray(pack(layout, np.asarray(part))) for part in self.layer[:2]))
         parts = queries, new[:, 0], new[:, 1]
         q, k, v = (jnp.asarray(x.reshape(-1, *x.shape[2:])) for x in parts)
         out, layer = call(NewTokens(q, k, v), pages, tables, None, options)
         out = out.reshape(queries.shape)
-        layer = [unpack(layout, np.asarray(part)) for part in layer]
+        layer = [unpack(layout, np.asarray(part)) for part in layer[:2]]
         self.check_outputs(out, queries, options)
         for which, pages in enumerate(layer):
             want = np.asarray(self.layer[which]).swapaxes(1, 2).reshape(-1, *new.shape[3:]).copy()

@@ -30,7 +30,8 @@ class UnpaddedRollout:
     Has what `mismatch_report` uses of a rollout.
     """
 
-    dtype, logprobs_mode = "float32", "trainer_logprobs"
+    dtype = kv_dtype = "float32"
+    logprobs_mode = "trainer_logprobs"
     rollout_config = actors.rollout_config(max_tokens_to_generate=NUM_TOKENS)
 
     def __init__(self, model: Any) -> None:

@@ -121,6 +121,7 @@ class MismatchReport:
         is_compared: Which tokens are compared.
         weight_versions: Weight versions that sampled the tokens, ascending.
         dtype: The coarser dtype of rollout and trainer; the tolerance follows it.
+        kv_dtype: Dtype of keys and values in the rollout's pages; the tolerance follows "int8" too.
         logprobs_mode: The rollout's mode.
         temperature: Temperature of both.
         pad_rows: Rows in which the pad id was sampled, ascending.
@@ -146,6 +147,7 @@ class MismatchReport:
     prompt_pad_rows: tuple[int, ...] = ()
     padding: PaddingEffect | None = None
     lora: LoraEffect | None = None
+    kv_dtype: str = "float32"
 
     @property
     def difference(self) -> np.ndarray:
@@ -175,9 +177,17 @@ class MismatchReport:
         )
 
     @property
+    def _dtypes(self) -> str:
+        """Both dtypes, for readers."""
+        if self.kv_dtype != "int8":
+            return self.dtype
+        return f"{self.dtype} with keys and values in {self.kv_dtype}"
+
+    @property
     def default_tolerance(self) -> float:
-        """The tolerance of the dtype, from `TOLERANCES`."""
-        return TOLERANCES["float32" if self.dtype in ("float32", "float64") else "bfloat16"]
+        """The tolerance of the dtypes, from `TOLERANCES`."""
+        is_wide = self.dtype in ("float32", "float64") and self.kv_dtype != "int8"
+        return TOLERANCES["float32" if is_wide else "bfloat16"]
 
     def is_within(self, tolerance: float | None = None) -> bool:
         """Whether no token differs by more than a tolerance.
@@ -202,6 +212,7 @@ class MismatchReport:
         """The numbers of `str`, for JSON."""
         return {
             "dtype": self.dtype,
+            "kv_dtype": self.kv_dtype,
             "logprobs_mode": self.logprobs_mode,
             "temperature": self.temperature,
             "weight_versions": list(self.weight_versions),
@@ -222,7 +233,7 @@ class MismatchReport:
         ratios = "  ".join(f"{ratio:.6f}" for ratio in all_tokens.ratio_quantiles)
         verdict = "within" if not off else "BEYOND"
         lines = [
-            f"{all_tokens.num_tokens} tokens of {len(self.tokens)} rows, {self.dtype}, "
+            f"{all_tokens.num_tokens} tokens of {len(self.tokens)} rows, {self._dtypes}, "
             f"logprobs_mode={self.logprobs_mode}, temperature={self.temperature:g}, "
             f"weight versions {', '.join(map(str, self.weight_versions)) or 'none'}",
             f"  {verdict} the tolerance of {self.default_tolerance:g}",
@@ -333,6 +344,7 @@ def mismatch_report(
         pad_rows=_rows_with(pad_id, output.tokens),
         prompt_pad_rows=_rows_with(pad_id, padding.unpad_prompts(prompts_BP, pad_id)),
         lora=rollout.lora_effect(nnx.state(trainer_model, nnx.Param)),
+        kv_dtype=rollout.kv_dtype,
     )
     effect = None
     if masks_BCN is None:  # else a row can be scored only in its place

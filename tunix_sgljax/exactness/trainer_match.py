@@ -20,7 +20,13 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tunix.rl.common import compute_per_token_logps
 
-from sgljax_engine import EngineStateError, InvalidConfigError, WeightSyncError, flatten_named
+from sgljax_engine import (
+    EngineStateError,
+    InvalidConfigError,
+    RuntimeConfig,
+    WeightSyncError,
+    flatten_named,
+)
 from tunix_sgljax import padding
 from tunix_sgljax.exactness.masked_model import masked_model
 from tunix_sgljax.lora import is_lora_name
@@ -161,13 +167,17 @@ class TrainerMatch:
             for version in versions:
                 self._hold(version, arrays)
 
-    def refuse_quantization(self, quantization: str | None) -> None:
-        if quantization is not None:
-            raise InvalidConfigError(
-                f"logprobs_mode='trainer_match' cannot be combined with quantization="
-                f"{quantization!r}: the log-probs would be the trainer's, and not those of the "
-                "weights that drew the tokens"
-            )
+    def refuse_quantization(self, runtime: RuntimeConfig) -> None:
+        for name, value, unset, what in (
+            ("quantization", runtime.quantization, None, "weights"),
+            ("kv_cache_dtype", runtime.kv_cache_dtype, "auto", "keys and values"),
+        ):
+            if value != unset:
+                raise InvalidConfigError(
+                    f"logprobs_mode='trainer_match' cannot be combined with {name}={value!r}: the "
+                    f"log-probs would be the trainer's, and not those of the {what} that drew the "
+                    "tokens"
+                )
 
     def refuse_offload(self) -> None:
         """Raises InvalidConfigError; called on Tunix's signal that it offloads models."""

@@ -233,8 +233,7 @@ class SglJaxRollout(BaseRollout):
             sampling.apply_log_level(rollout_config)
             self._builder.plan(rollout_config, configs)
             if self._match is not None:
-                quantization = self._builder.engine_config.runtime.quantization
-                self._match.refuse_quantization(quantization)
+                self._match.refuse_quantization(self._builder.engine_config.runtime)
         self._check_modes(configs)
 
     # ------------------------------------------------------------------ facts
@@ -278,10 +277,16 @@ class SglJaxRollout(BaseRollout):
     def dtype(self) -> str:
         """Dtype of the engine's weights, activations and KV cache; builds the engine.
 
-        The default is the dtype in which Tunix computes the actor; see `engine_dtype`.
+        The default is the dtype in which Tunix computes the actor; see `engine_dtype`. Of the KV
+        cache, `kv_dtype` if that differs.
         """
         self.engine  # noqa: B018
         return self._builder.dtype
+
+    @property
+    def kv_dtype(self) -> str:
+        """Dtype of keys and values in the engine's pages; builds the engine."""
+        return self.engine.get_internal_state().memory.kv_dtype
 
     @property
     def logprobs_mode(self) -> str:

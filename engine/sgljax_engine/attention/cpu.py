@@ -9,7 +9,7 @@ import jax
 
 import sgljax_cpu
 from sgljax_engine.attention.base import AttentionOptions, BlockTables, NewTokens, attend_to_tokens
-from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.cache.kv_pages import LayerKV, stored_tokens
 from sgljax_engine.layers.target import Target
 
 
@@ -41,6 +41,7 @@ class NativeAttention:
             tables.kv_lens,
             _shape(num_heads, layer, options),
             sinks,
+            layer.scales,
         )
         return out.reshape(q_NQDh.shape).astype(q_NQDh.dtype)
 
@@ -60,9 +61,11 @@ def native_write_kv(
     layer: LayerKV, k_TKh: jax.Array, v_TKh: jax.Array | None, slots: jax.Array
 ) -> LayerKV:
     """`kv_pages.write_kv` by a kernel."""
-    new = [x.astype("float32") for x in (k_TKh, v_TKh) if x is not None]
-    k, *v = sgljax_cpu.write_kv(new, [x for x in layer if x is not None], slots)
-    return LayerKV(k, v[0] if v else None)
+    new = stored_tokens(layer, k_TKh, v_TKh)
+    if layer.k_scale is None:
+        new = jax.tree.map(lambda x: x.astype("float32"), new)
+    pages, structure = jax.tree.flatten(layer)
+    return jax.tree.unflatten(structure, sgljax_cpu.write_kv(jax.tree.leaves(new), pages, slots))
 
 
 def native_problem(target: Target, head_dims: Sequence[int]) -> str | None:

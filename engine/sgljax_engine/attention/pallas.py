@@ -118,13 +118,13 @@ class PallasAttention:
         if runs is not None:
             shared = shared_attention(
                 q,
-                *(layer.k, layer.v, page_table, kv_lens, runs, scores, sinks),
+                *(layer.k, layer.v, page_table, kv_lens, runs, scores, sinks, layer.scales),
                 is_invariant=self.is_invariant,
                 interpret=self.interpret,
             )
         return paged_attention(
             q,
-            *(layer.k, layer.v, page_table, positions, kv_lens, scores, sinks),
+            *(layer.k, layer.v, page_table, positions, kv_lens, scores, sinks, layer.scales),
             shared=shared,
             is_invariant=self.is_invariant,
             interpret=self.interpret,
@@ -203,9 +203,12 @@ def gpu_problem(target: Target, head_dims: Sequence[int]) -> str | None:
     return f"it needs a head_dim of {HEAD_DIMS}, got {odd[0]}" if odd else None
 
 
-def gpu_attention(target: Target, kernels: Kernels, *, interpret: bool = False) -> PallasAttention:
+def gpu_attention(
+    target: Target, kernels: Kernels, *, is_int8: bool = False, interpret: bool = False
+) -> PallasAttention:
+    """Attention on GPUs. Pages of 8 bits are not read by the fused kernels."""
     if target.num_tensor_shards > 1:
         return PallasAttention(mesh=target.mesh, interpret=interpret)
     is_invariant = kernels.is_batch_invariant
-    is_fused = kernels.fused is not None and not is_invariant
+    is_fused = kernels.fused is not None and not is_invariant and not is_int8
     return PallasAttention(is_fused=is_fused, is_invariant=is_invariant, interpret=interpret)

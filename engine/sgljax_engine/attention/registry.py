@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from sgljax_engine.attention.base import Attention
 from sgljax_engine.attention.cpu import NativeAttention, native_problem
 from sgljax_engine.attention.xla import XlaAttention
+from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.layers.kernels import Kernels
 from sgljax_engine.layers.target import Target, require_backend
 
@@ -22,8 +23,15 @@ def engine_attention(
     kernels: Kernels,
     *,
     has_values: bool = True,
+    kv_cache_dtype: str = "auto",
 ) -> Attention:
     """Picks, for "auto", the fastest backend that is tested on the target."""
+    if kv_cache_dtype != "auto" and target.platform == "tpu" and name != "xla":
+        # Not XLA's for "auto": it takes more time than smaller pages save.
+        raise InvalidConfigError(
+            f"kv_cache_dtype {kv_cache_dtype!r} cannot be had with the attention kernel of TPUs, "
+            "whose pages are no whole tiles of 8-bit numbers; attention_backend='xla' reads them"
+        )
     if name == "auto":
         name = _fastest(target, head_dims, has_values)
     elif name != "xla":
@@ -38,7 +46,7 @@ def engine_attention(
     if name == "pallas":
         from sgljax_engine.attention.pallas import gpu_attention
 
-        return gpu_attention(target, kernels)
+        return gpu_attention(target, kernels, is_int8=kv_cache_dtype == "int8")
     return XlaAttention()
 
 

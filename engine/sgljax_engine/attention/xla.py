@@ -16,7 +16,7 @@ from sgljax_engine.attention.base import (
     NewTokens,
     attend_to_tokens,
 )
-from sgljax_engine.cache.kv_pages import LayerKV, write_kv
+from sgljax_engine.cache.kv_pages import LayerKV, computed_dtype, write_kv
 from sgljax_engine.layers.basic import soft_cap
 
 _KEYS_PER_STEP = 64
@@ -51,17 +51,29 @@ class _Softmax(NamedTuple):
         )
 
     def add(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, softcap: float | None
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        seen: jax.Array,
+        softcap: float | None,
+        scales: tuple[jax.Array, jax.Array] | None = None,
     ) -> _Softmax:
-        """Adds S keys: q [..., R, H], k and v [..., S, H], seen [..., R, S]."""
+        """Adds S keys: q [..., R, H], k and v [..., S, H], seen [..., R, S].
+
+        `scales` [..., S] are by what k and v are multiplied.
+        """
         scores = jnp.einsum("...rh,...sh->...rs", q, k, preferred_element_type=jnp.float32)
+        if scales is not None:
+            scores = scores * scales[0][..., None, :]
         scores = jnp.where(seen, soft_cap(scores, softcap), MASKED)
         peak = jnp.maximum(self.peak, jnp.max(scores, axis=-1))
         # Masked again, so that a row that has seen no key yet adds nothing.
         weights = jnp.where(seen, jnp.exp(scores - peak[..., None]), 0.0)
         shrink = jnp.exp(self.peak - peak)
+        factors = weights if scales is None else weights * scales[1][..., None, :]
         new = jnp.einsum(
-            "...rs,...sh->...rh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+            "...rs,...sh->...rh", factors.astype(v.dtype), v, preferred_element_type=jnp.float32
         )
         total = self.total * shrink + jnp.sum(weights, axis=-1)
         return _Softmax(peak, total, self.acc * shrink[..., None] + new)
@@ -75,7 +87,8 @@ def _group_queries(q_NQDh: jax.Array, layer: LayerKV, scale: float) -> jax.Array
     """[N, Q, heads, H] to scaled [N, K, R, H] with R = query heads of a kv head times Q."""
     num_blocks, num_queries, num_heads, head_dim = q_NQDh.shape
     num_kv_heads = layer.k.shape[1]
-    q = (q_NQDh.astype(jnp.float32) * scale).astype(layer.k.dtype)
+    dtype = computed_dtype(layer, q_NQDh.dtype)
+    q = (q_NQDh.astype(jnp.float32) * scale).astype(dtype)
     q = q.reshape(num_blocks, num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
     return q.transpose(0, 2, 3, 1, 4).reshape(num_blocks, num_kv_heads, -1, head_dim)
 
@@ -129,8 +142,8 @@ def xla_attention(
     positions = jnp.tile(tables.positions, (1, group))[:, None]
 
     def load(pages: jax.Array, ids: jax.Array) -> jax.Array:
-        taken = pages.at[ids].get(mode="promise_in_bounds")
-        return taken.swapaxes(1, 2).reshape(num_blocks, num_kv_heads, keys_per_step, head_dim)
+        taken = pages.at[ids].get(mode="promise_in_bounds").swapaxes(1, 2)
+        return taken.reshape(num_blocks, num_kv_heads, keys_per_step, *pages.shape[3:])
 
     def body(carry: tuple[jax.Array, _Softmax]) -> tuple[jax.Array, _Softmax]:
         step, softmax = carry
@@ -144,12 +157,17 @@ def xla_attention(
         k = load(layer.k, ids)
         v = k if layer.v is None else load(layer.v, ids)
         v = jnp.where(exists_NS[:, None, :, None], v, 0)
-        if num_queries > 1:
+        scales = None
+        if layer.scales is not None:
+            k, v = k.astype(q_NKRh.dtype), v.astype(q_NKRh.dtype)
+            k_scale, v_scale = (load(each, ids) for each in layer.scales)
+            scales = k_scale, jnp.where(exists_NS[:, None], v_scale, 0)
+        elif num_queries > 1:
             # Nor may a later token that overflowed reach the queries before it: its key is NaN
             # instead, which masks hide.
             is_finite = jnp.all(jnp.isfinite(v), axis=-1, keepdims=True)
             k, v = jnp.where(is_finite, k, jnp.nan), jnp.where(is_finite, v, 0)
-        softmax = softmax.add(q_NKRh, k, v, seen, options.logit_softcap)
+        softmax = softmax.add(q_NKRh, k, v, seen, options.logit_softcap, scales)
         return step + 1, softmax
 
     first = _first_step(tables, window, keys_per_step)

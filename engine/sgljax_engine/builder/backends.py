@@ -35,7 +35,12 @@ def engine_backends(config: EngineConfig, model: ModelConfig, target: Target) ->
         kernels = _batch_invariant(kernels, config, model, target)
     has_values = model.attention.has_values
     attention = engine_attention(
-        runtime.attention_backend, target, model.head_dims, kernels, has_values=has_values
+        runtime.attention_backend,
+        target,
+        model.head_dims,
+        kernels,
+        has_values=has_values,
+        kv_cache_dtype=runtime.kv_cache_dtype,
     )
     if runtime.enable_deterministic_sampling and attention.name == "xla":
         own = "native" if target.platform == "cpu" else "pallas"
@@ -61,7 +66,8 @@ def _batch_invariant(
         )
     from sgljax_engine.layers.invariant import InvariantKernels, is_served
 
-    attention, quantization = model.attention, config.runtime.quantization
+    attention, runtime = model.attention, config.runtime
+    quantization = runtime.quantization
     specs = get_model(model.architecture).param_specs(model).values()
     sizes = [spec.shape for spec in specs if spec.kind.is_projection]
     problems = {
@@ -72,6 +78,7 @@ def _batch_invariant(
         or attention.full_kv is not None,
         "adapters (max_loras)": bool(config.lora.max_loras),
         f"quantization {quantization!r}": quantization is not None,
+        f"kv_cache_dtype {runtime.kv_cache_dtype!r}": runtime.kv_cache_dtype != "auto",
         "projections of these sizes and this dtype": not is_served(sizes, jnp.dtype(target.dtype)),
     }
     found = [name for name, is_there in problems.items() if is_there]

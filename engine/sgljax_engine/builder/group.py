@@ -109,7 +109,7 @@ def build_group(
     progress: EndableProgress,
 ) -> tuple[BuiltGroup, Limits]:
     max_model_len = pick_max_model_len(model, config)
-    check_experts(model, config)
+    check_options(model, config)
     enable_compilation_cache(config.runtime.compilation_cache_dir)
     parallel = fit_parallel(model, config, mesh, dtype)
     placement = place(model, mesh, dtype, parallel, config.runtime)
@@ -170,7 +170,7 @@ def build_shapes(
     then the memory of one with nothing in it.
     """
     max_model_len = pick_max_model_len(model, config)
-    check_experts(model, config)
+    check_options(model, config)
     parallel = fit_parallel(model, config, mesh, dtype, device_bytes)
     placement = place(model, mesh, dtype, parallel, config.runtime)
     count, engine = len(placement.engines), placement.engines[0]
@@ -206,8 +206,17 @@ def pick_max_model_len(model: ModelConfig, config: EngineConfig) -> int:
     return asked or model.context_length
 
 
-def check_experts(model: ModelConfig, config: EngineConfig) -> None:
-    """Raises InvalidConfigError when a model has no experts to return, or some to quantise."""
+def check_options(model: ModelConfig, config: EngineConfig) -> None:
+    """Raises InvalidConfigError for options that a model cannot have.
+
+    Those are experts to return, where it has none, and experts or latents to quantise.
+    """
+    kv_dtype = config.runtime.kv_cache_dtype
+    if kv_dtype != "auto" and not model.attention.has_values:
+        raise InvalidConfigError(
+            f"kv_cache_dtype must be 'auto' for a model with latents ({model.architecture}), got "
+            f"{kv_dtype!r}"
+        )
     if config.runtime.quantization is not None and model.moe is not None:
         raise InvalidConfigError(
             f"quantization must be None for a model with experts ({model.architecture}), got "

@@ -122,6 +122,7 @@ class MemoryReport:
         weights_bytes: Bytes of the weights; doubled while an update makes new ones.
         kv_bytes: Bytes of the KV pages.
         kv_tokens: Tokens that the pages hold.
+        kv_dtype: Name of the dtype of keys and values in pages; `kv_bytes` has the scales of int8.
         page_size: Tokens in a page.
         window_kv_tokens: Tokens that the window pages of sliding layers hold; 0 if these layers
             have the same pages as the others.
@@ -153,6 +154,7 @@ class MemoryReport:
     saved_window_bytes: int = 0
     state_bytes: int = 0
     state_slots: int = 0
+    kv_dtype: str = "float32"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -56,7 +56,7 @@ class Placement(NamedTuple):
     """Devices and dtype of an engine, or of a group of engines.
 
     The mesh has a split tensor axis where kv heads are copied. `dtype` is that of weights except
-    norms, of activations and of the KV cache.
+    norms, of activations and, with a `kv_cache_dtype` of "auto", of the KV cache.
     """
 
     mesh: Mesh
@@ -64,6 +64,12 @@ class Placement(NamedTuple):
     packs_weights: bool
     quantization: str | None = None
     expert_parallel_size: int = 1
+    kv_cache_dtype: str = "auto"
+
+    @property
+    def kv_dtype(self) -> jnp.dtype:
+        """Dtype of keys and values in pages."""
+        return self.dtype if self.kv_cache_dtype == "auto" else jnp.dtype(self.kv_cache_dtype)
 
     @property
     def replicated(self) -> NamedSharding:
@@ -77,6 +83,7 @@ class Placement(NamedTuple):
                 heads_per_row,
                 self.num_tensor_shards // self.kv_copies(shape),
                 has_values=model.attention.has_values,
+                is_int8=self.kv_dtype == jnp.int8,
             )
             for shape in model.cached_kv
         )

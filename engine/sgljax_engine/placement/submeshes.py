@@ -80,8 +80,14 @@ def place(
 
     def placement(part: np.ndarray, axes: list[tuple[str, int]]) -> Placement:
         names, sizes = zip(*axes, strict=True)
-        placed = Mesh(part.reshape(sizes), names)
-        return Placement(placed, jnp.dtype(dtype), packs_weights, runtime.quantization, num_parts)
+        return Placement(
+            Mesh(part.reshape(sizes), names),
+            jnp.dtype(dtype),
+            packs_weights,
+            runtime.quantization,
+            num_parts,
+            runtime.kv_cache_dtype,
+        )
 
     rows = np.moveaxis(devices, tensor_dim, -1).reshape(-1, tp_size)
     problem = placement(rows[0], tensor).target.cpu_kernels_problem()

@@ -165,17 +165,19 @@ def _attend_to_split(
     options: Scores,
     has_values: bool,
     has_shared: bool,
+    has_scales: bool,
 ) -> None:
     """The kernel: a tile of rows of one block and kv head over one split of the context.
 
     Refs are whole arrays in global memory: q [N, Q, num_heads, head_dim]; k and, if keys are not
     values too, v [num_pages, num_kv_heads, page_size, head_dim]; the tables as of
-    `paged_attention`; a `SharedPart` and the sinks, if there are some; and, written here, out
+    `paged_attention`; scales, a `SharedPart` and sinks, if there are some; and, written here, out
     [splits, N, Q, num_heads, head_dim] and lse [splits, N, Q, num_heads], the log2 of the sum of
     powers of two of the scores. Scores are in units of log2.
     """
     v_ref, *rest = others if has_values else (None, *others)
     page_table_ref, positions_ref, kv_lens_ref, *rest, out_ref, lse_ref = rest
+    scales, rest = (rest[:2], rest[2:]) if has_scales else ([], rest)
     shared, sinks = (SharedPart(*rest[:4]), rest[4:]) if has_shared else (None, rest)
     block, split = pl.program_id(0), pl.program_id(2)
     kv_head = lax.div(pl.program_id(1), tiling.row_tiles)
@@ -189,9 +191,9 @@ def _attend_to_split(
     is_row = query < num_queries
     dims = dims_of_parts(head_dim)
     at_rows = [(block, query[:, None], head[:, None], dim[None, :]) for dim in dims]
+    dtype = computed_dtype(q_ref.dtype, k_ref.dtype)
     q = tuple(
-        plgpu.load(q_ref.at[at], mask=is_row[:, None], other=0.0).astype(k_ref.dtype)
-        for at in at_rows
+        plgpu.load(q_ref.at[at], mask=is_row[:, None], other=0.0).astype(dtype) for at in at_rows
     )
     position = plgpu.load(positions_ref.at[block, query], mask=is_row, other=0)
     kv_len = kv_lens_ref[block]
@@ -201,7 +203,7 @@ def _attend_to_split(
         begin = first_own_step(shared, block, kv_len, tiling)
         has_sinks &= begin == 0  # else they are in the shared part
     steps = steps_of_split(positions_ref[block, 0], kv_len, split, tiling, options, begin)
-    keys = Keys(k_ref, v_ref, page_table_ref, block, kv_head, kv_len)
+    keys = Keys(k_ref, v_ref, page_table_ref, block, kv_head, kv_len, *scales)
     start = first_softmax(sinks, has_sinks, head, is_row, head_dim)
     if shared is not None:
         start = with_shared(start, shared, (block, query, head), is_row, begin, split, tiling)
@@ -240,7 +242,8 @@ def dims_of_parts(head_dim: int) -> list[jax.Array]:
 class Keys(NamedTuple):
     """Keys and values of one kv head of a request: the refs, and which of them.
 
-    Without a ref of values, keys are values too.
+    Without a ref of values, keys are values too. Numbers of 8 bits have refs of scales, see
+    `paged_attention`.
     """
 
     k_ref: Any
@@ -249,6 +252,20 @@ class Keys(NamedTuple):
     block: jax.Array
     kv_head: jax.Array
     num_keys: jax.Array
+    k_scale_ref: Any = None
+    v_scale_ref: Any = None
+
+
+def computed_dtype(queries: Any, keys: Any) -> Any:
+    """The dtype of products: the keys', or for keys of 8 bits float32 or bfloat16."""
+    if keys != jnp.int8:
+        return keys
+    return queries if queries == jnp.float32 else jnp.bfloat16
+
+
+def computed_keys(queries: Any, k: jax.Array) -> Any:
+    """The shape and dtype of keys in registers, of which tiles are chosen."""
+    return jax.ShapeDtypeStruct(k.shape, computed_dtype(queries, k.dtype))
 
 
 Softmax = tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]
@@ -327,13 +344,15 @@ def attend_to_keys(
 ) -> Softmax:
     """Adds the keys of steps [begin, end) to a softmax; inside a kernel.
 
-    Shape: q: [R, size] of the keys' dtype, for each of the `head_parts`. position: [R].
+    Shape: q: [R, size] of the `computed_dtype`, for each of the `head_parts`. position: [R].
     """
-    k_ref, v_ref, page_table_ref, block, kv_head, kv_len = keys
+    k_ref, v_ref, page_table_ref, block, kv_head, kv_len = keys[:6]
+    has_scales = keys.k_scale_ref is not None
     page_size, head_dim = k_ref.shape[2:]
     dims = dims_of_parts(head_dim)
+    dtype = q[0].dtype
     # Float32 inputs would be rounded to TF32 by default.
-    precision = lax.Precision.HIGHEST if k_ref.dtype == jnp.float32 else None
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
     def dot(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
         contract = (((1,), (axis,)), ((), ()))
@@ -349,12 +368,20 @@ def attend_to_keys(
         at_keys = [(page[:, None], kv_head, offset[:, None], dim[None, :]) for dim in dims]
 
         def load(ref: Any) -> list[jax.Array]:
-            return [plgpu.load(ref.at[at], mask=exists[:, None], other=0.0) for at in at_keys]
+            zero = jnp.zeros((), ref.dtype)
+            loaded = [plgpu.load(ref.at[at], mask=exists[:, None], other=zero) for at in at_keys]
+            return [x.astype(dtype) for x in loaded]
+
+        def load_scales(ref: Any) -> jax.Array:
+            return plgpu.load(ref.at[page, kv_head, offset], mask=exists, other=0.0)[None, :]
 
         k = load(k_ref)
         v = k if v_ref is None else load(v_ref)
         products = [dot(*parts, 1) for parts in zip(q, k, strict=True)]
-        scores = log2_scores(functools.reduce(jnp.add, products), options)
+        product = functools.reduce(jnp.add, products)
+        if has_scales:
+            product = product * load_scales(keys.k_scale_ref)
+        scores = log2_scores(product, options)
         seen = exists[None, :] & (key[None, :] <= position[:, None])
         if options.sliding_window is not None:
             seen &= key[None, :] > position[:, None] - options.sliding_window
@@ -364,6 +391,8 @@ def attend_to_keys(
         weights = jnp.where(seen, jnp.exp2(scores - new_peak[:, None]), 0.0)
         shrink = jnp.exp2(peak - new_peak)
         new_total = total * shrink + jnp.sum(weights, axis=1)
+        if has_scales:
+            weights = weights * load_scales(keys.v_scale_ref)
         new_acc = [
             part * shrink[:, None] + dot(weights.astype(values.dtype), values, 0)
             for part, values in zip(acc, v, strict=True)
@@ -443,6 +472,7 @@ def paged_attention(
     kv_lens: jax.Array,
     options: Scores,
     sinks: jax.Array | None = None,
+    scales: tuple[jax.Array, jax.Array] | None = None,
     *,
     shared: SharedPart | None = None,
     is_invariant: bool = False,
@@ -460,6 +490,8 @@ def paged_attention(
         options: How scores are made. Static.
         sinks: [num_heads] float32, for each head the score of a key without a value that every
             query sees; None without.
+        scales: [num_pages, num_kv_heads, page_size] float32, by which keys and values of int8 are
+            multiplied; None for other dtypes.
         shared: Made with these arguments by `shared_attention`; None if no keys are shared.
         is_invariant: Give a query the same bits in any batch, see `invariant_tiling`.
         interpret: Run the kernel as plain JAX operations on any device. Slow; for tests.
@@ -469,9 +501,10 @@ def paged_attention(
     """
     num_blocks, num_kv_heads = q_NQDh.shape[0], k.shape[1]
     choose = invariant_tiling if is_invariant else choose_tiling
-    tiling = choose(q_NQDh.shape, k, page_table.shape[1])
+    tiling = choose(q_NQDh.shape, computed_keys(q_NQDh.dtype, k), page_table.shape[1])
     is_split = tiling.splits > 1
-    values, more = ([] if x is None else [x] for x in (v, sinks))
+    values, first_keys = ([] if x is None else [x] for x in (v, sinks))
+    more = [*(scales or ()), *(shared or ()), *first_keys]
     out, lse = pl.pallas_call(
         functools.partial(
             _attend_to_split,
@@ -479,6 +512,7 @@ def paged_attention(
             options=options,
             has_values=v is not None,
             has_shared=shared is not None,
+            has_scales=scales is not None,
         ),
         grid=(num_blocks, num_kv_heads * tiling.row_tiles, tiling.splits),
         out_shape=(
@@ -490,7 +524,7 @@ def paged_attention(
         compiler_params=plgpu.CompilerParams(num_warps=tiling.num_warps, num_stages=NUM_STAGES),
         interpret=interpret,
         name="paged_attention",
-    )(q_NQDh, k, *values, page_table, positions, kv_lens, *(shared or ()), *more)
+    )(q_NQDh, k, *values, page_table, positions, kv_lens, *more)
     if not is_split:
         return out[0]
     return combine(out, lse, is_ordered=is_invariant).astype(q_NQDh.dtype)

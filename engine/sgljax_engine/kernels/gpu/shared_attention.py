@@ -27,6 +27,8 @@ from sgljax_engine.kernels.gpu.paged_attention import (
     Tiling,
     attend_to_keys,
     choose_tiling,
+    computed_dtype,
+    computed_keys,
     dims_of_parts,
     first_softmax,
     invariant_tiling,
@@ -83,6 +85,7 @@ def shared_attention(
     runs: SharedRuns,
     options: Scores,
     sinks: jax.Array | None = None,
+    scales: tuple[jax.Array, jax.Array] | None = None,
     *,
     prologue: QueryPrologue | None = None,
     is_invariant: bool = False,
@@ -95,9 +98,14 @@ def shared_attention(
     """
     num_blocks, num_queries, num_heads, head_dim = q_NQDh.shape
     num_runs, run_blocks = runs.members.shape
-    tiling = run_tiling(q_NQDh.shape, k, page_table.shape[1], run_blocks, is_invariant=is_invariant)
+    keys = computed_keys(q_NQDh.dtype, k)
+    tiling = run_tiling(
+        q_NQDh.shape, keys, page_table.shape[1], run_blocks, is_invariant=is_invariant
+    )
     given = {"q": q_NQDh, "k": k, "v": v, "page_table": page_table, "kv_lens": kv_lens}
     given |= {"members": runs.members, "num_keys": runs.num_keys, "sinks": sinks}
+    if scales is not None:
+        given |= {"k_scale": scales[0], "v_scale": scales[1]}
     eps = offset = 0.0
     if prologue is not None:
         given |= {"q": q_NQDh[:, 0], "sin": prologue.rope[0], "cos": prologue.rope[1]}
@@ -133,6 +141,8 @@ class _Refs(NamedTuple):
     num_keys: Any
     v: Any = None
     sinks: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
     sin: Any = None
     cos: Any = None
     q_norm: Any = None
@@ -173,14 +183,15 @@ def _attend(
         here, angles = jnp.where(is_row, block, 0)[:, None], (refs.sin, refs.cos)
         mask = is_row[:, None]
         q = [rotated_heads(refs.q, refs.q_norm, angles, here, head[:, None], mask, eps, offset)]
-    q = tuple(part.astype(refs.k.dtype) for part in q)
+    q = tuple(part.astype(computed_dtype(refs.q.dtype, refs.k.dtype)) for part in q)
     # Rows that have all ended need nothing.
     lens = plgpu.load(refs.kv_lens.at[block], mask=is_row, other=0)
     num_steps = jnp.where(jnp.max(lens) > 0, lax.div(refs.num_keys[run], tiling.keys), 0)
     num_keys = num_steps * tiling.keys
     steps = steps_of_split(num_keys, num_keys, split, tiling, options)
     leader = jnp.minimum(refs.members[run, 0], num_blocks - 1)
-    keys = Keys(refs.k, refs.v, refs.page_table, leader, kv_head, num_keys)
+    scales = refs.k_scale, refs.v_scale
+    keys = Keys(refs.k, refs.v, refs.page_table, leader, kv_head, num_keys, *scales)
     sinks = [] if refs.sinks is None else [refs.sinks]
     start = first_softmax(sinks, split == 0, head, is_row, head_dim)
     position = jnp.full((tiling.rows,), num_keys)  # sees all

@@ -102,16 +102,18 @@ def plan_memory(
         free_bytes=free,
         program_bytes=program_bytes,
         tp_size=placement.mesh.size,
+        kv_dtype=placement.kv_dtype.name,
     )
     logger.info(
         "weights take %d bytes; the KV cache takes %d for %d tokens in pages of %d, as %s says, "
-        "and %d in sliding windows",
+        "and %d in sliding windows, in %s",
         report.weights_bytes,
         report.kv_bytes,
         report.kv_tokens,
         report.page_size,
         report.rule,
         report.window_kv_tokens,
+        report.kv_dtype,
     )
     if states.num_slots:
         logger.info(

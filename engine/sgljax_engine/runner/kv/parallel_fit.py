@@ -95,6 +95,7 @@ def _needed_and_free(
         model.head_dims,
         kernels,
         has_values=model.attention.has_values,
+        kv_cache_dtype=runtime.kv_cache_dtype,
     )
     tokens = config.max_model_len or model.context_length
     per_token = sum(bytes_per_token(model, config, engine, attention.heads_per_row))

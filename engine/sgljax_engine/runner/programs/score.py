@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.cache.layer_states import LayerState, state_shapes
 from sgljax_engine.models.spec import LayerCache, Params
 from sgljax_engine.runner.batches.batch import ForwardBatch
@@ -101,9 +100,8 @@ def _hidden(
     )
     caches: list[LayerCache] = []
     for layout in static.page_layouts:
-        shape = (num_blocks, layout.num_rows, num_tokens // num_blocks, layout.row_size)
-        k = jnp.zeros(shape, context.dtype)
-        caches.append(LayerKV(k, jnp.zeros_like(k) if layout.has_values else None))
+        size = num_tokens // num_blocks
+        caches.append(layout.make_layer(num_blocks, size, context.dtype, jnp.zeros))
     if net is not None:
         states = (jnp.zeros(shape, jnp.float32) for shape in state_shapes(net, 1))
         caches += [LayerState(*states)] * len(context.config.state_layers)
