@@ -15,8 +15,9 @@ from sgljax_engine.attention.cpu import NativeAttention, native_write_kv
 from sgljax_engine.attention.pallas import PallasAttention
 from sgljax_engine.attention.xla import XlaAttention
 from sgljax_engine.cache.kv_pages import LayerKV, PageLayout, stored_tokens, write_kv
+from sgljax_engine.kernels.runs import find_runs
 from tests.engine.native_cases import needs_machine_code
-from tests.engine.paged_cases import OPTIONS, RaggedCase, as_pages, case_of
+from tests.engine.paged_cases import OPTIONS, RaggedCase, as_pages, case_of, ragged_case
 from tests.tiers import tiered
 
 BACKENDS: dict[str, Any] = {
@@ -62,23 +63,34 @@ def int8_case(shape: tuple[int, ...], lengths: tuple[int, ...] = (16, 17, 33, 29
 
     What no key was written to has a scale of NaN.
     """
-    case = case_of(shape, lengths=lengths)
-    layer = empty_layer(case.layer.k.shape[0], shape[2], shape[0], shape[4])
-    tables = case.tables
-    for table, keys, values in zip(tables.page_table, case.keys, case.values, strict=False):
+    return in_8_bits(case_of(shape, lengths=lengths))
+
+
+def in_8_bits(case: RaggedCase) -> RaggedCase:
+    """See `int8_case`."""
+    num_pages, num_kv_heads, page_size, head_dim = case.layer.k.shape
+    layer = empty_layer(num_pages, num_kv_heads, page_size, head_dim)
+    for table, keys, values in zip(case.tables.page_table, case.keys, case.values, strict=False):
         at = np.arange(len(keys))
-        slots = table[at // shape[0]] * shape[0] + at % shape[0]
+        slots = table[at // page_size] * page_size + at % page_size
         layer = write_kv(layer, jnp.asarray(keys), jnp.asarray(values), slots)
     keys, values = (list(map(rounded, each)) for each in (case.keys, case.values))
     return case._replace(keys=keys, values=values, layer=layer)
 
 
+def shapes_of(backend: str) -> list[Any]:
+    """Those of `SHAPES` that a backend takes: Triton's sizes are powers of two."""
+    marks = [needs_machine_code] if backend == "native" else []
+    shapes = [shape for shape in SHAPES if backend != "pallas" or shape[4] != 48]
+    return [
+        pytest.param(backend, shape, marks=[*marks, *([] if i < 2 else [pytest.mark.slow])])
+        for i, shape in enumerate(shapes)
+    ]
+
+
 @pytest.mark.parametrize("options", tiered(["default", "window-20", "all"], ["all"]))
-@pytest.mark.parametrize("shape", tiered(SHAPES, SHAPES[:2]))
-@pytest.mark.parametrize("backend", BY_BACKEND)
+@pytest.mark.parametrize(("backend", "shape"), sum(map(shapes_of, BACKENDS), []))
 def test_ragged_blocks(backend, shape, options):
-    if backend == "pallas" and shape[4] == 48:
-        pytest.skip("Triton's sizes are powers of two")
     case = int8_case(shape)
     case.check(case.run(BACKENDS[backend].attend, OPTIONS[options]), OPTIONS[options], 3e-5)
 
@@ -171,6 +183,41 @@ def test_a_query_has_the_same_bits_in_any_block(options):
             alone = case._replace(queries=queries, tables=tables)
             found = alone.run(NativeAttention().attend, OPTIONS[options])
             np.testing.assert_array_equal(found[0, 0], out[row, query])
+
+
+@pytest.mark.parametrize(
+    ("attention", "same_bits"),
+    [
+        pytest.param(NativeAttention(), True, marks=needs_machine_code),
+        (PallasAttention(interpret=True, is_invariant=True), True),
+        (PallasAttention(interpret=True), False),
+    ],
+)
+def test_rows_that_share_first_pages(attention, same_bits):
+    """Six samples of a prompt; the kernel of CPUs finds them, that of GPUs is told."""
+    case = in_8_bits(
+        ragged_case(
+            (600, 601, 577, 900, 599, 560),
+            page_size=16,
+            num_heads=4,
+            num_kv_heads=2,
+            num_queries=1,
+            head_dim=32,
+            prefixes=(0, 35, 35, 35, 35, 34),
+        )
+    )
+    options, tables = OPTIONS["default"], case.tables
+    if attention.shares_prompts:
+        runs = find_runs(tables.page_table, tables.kv_lens - 1, 16, jnp.int32(128), 16)
+        tables = tables._replace(runs=runs)
+    together = case._replace(tables=tables).run(attention.attend, options)
+    case.check(together, options, 3e-5)
+    for row in range(6):
+        own = BlockTables(*(x[row : row + 1] for x in case.tables[:3]))
+        alone = case._replace(queries=case.queries[row : row + 1], tables=own)
+        found = alone.run(attention.attend, options)[0]
+        if same_bits:
+            np.testing.assert_array_equal(found, together[row])
 
 
 def test_values_of_a_layer_without_scales_are_stored_as_they_are():
