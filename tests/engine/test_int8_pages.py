@@ -89,7 +89,9 @@ def shapes_of(backend: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("options", tiered(["default", "window-20", "all"], ["all"]))
-@pytest.mark.parametrize(("backend", "shape"), sum(map(shapes_of, BACKENDS), []))
+@pytest.mark.parametrize(
+    ("backend", "shape"), [each for backend in BACKENDS for each in shapes_of(backend)]
+)
 def test_ragged_blocks(backend, shape, options):
     case = int8_case(shape)
     case.check(case.run(BACKENDS[backend].attend, OPTIONS[options]), OPTIONS[options], 3e-5)
