@@ -137,7 +137,9 @@ class ModelRunner:
     @property
     def shares_prompts(self) -> bool:
         """Whether rows with the same first pages read them together."""
-        return self._static.attention.shares_prompts
+        config = self.model_config
+        has_full = not all(map(config.attention.slides, config.cached_layers))
+        return self._static.attention.shares_prompts and has_full
 
     @property
     def has_windows(self) -> bool:
