@@ -247,7 +247,7 @@ class ModelRunner:
 
     def decode(self, output: SchedulerOutput) -> PendingDecode:
         page_size, shares = self._static.page_size, False
-        if self.shares_prompts and output.drafts is None:
+        if self.shares_prompts:
             order, shares = order_by_prefix(output.decode, page_size)
         else:
             order = decode_order(output.decode, page_size)
