@@ -8,16 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from sgljax_engine import Engine, SamplingParams
 from sgljax_engine.attention import tpu
 from sgljax_engine.attention.base import Attention, NewTokens, Prologue
+from sgljax_engine.attention.pallas import PallasAttention
 from sgljax_engine.attention.tpu import TpuAttention
 from sgljax_engine.kernels.runs import SharedRuns, find_runs
 from sgljax_engine.kernels.tpu import paged_attention as tpu_kernel
 from sgljax_engine.layers import fused
 from sgljax_engine.runner import runner
 from sgljax_engine.runner.programs.attend import slots_at
+from tests.devices import run_python
 from tests.engine import gpu_interpreted
 from tests.engine.gpu_interpreted import FUSED, INVARIANT, PLAIN
 from tests.engine.models import TINY, random_prompts, spread_weights
@@ -240,3 +243,30 @@ def test_an_engine_answers_as_without(monkeypatch, backend):
     for (tokens, logprobs), (wanted, others) in zip(found[True], found[False], strict=True):
         assert tokens == wanted
         np.testing.assert_allclose(logprobs, others, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_heads_over_two_devices():
+    run_python("-W", "ignore", "-m", "tests.engine.test_shared_runs", num_devices=2)
+
+
+def on_two_devices() -> None:
+    """Each device shares the keys of its heads."""
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("tp",))
+    case, options = with_runs(make_case((4, 2, 128))), OPTIONS["default"]
+    sinks = jnp.linspace(-1, 1, 4)
+    made = (PallasAttention, TpuAttention)
+    for attention in (make(mesh=mesh.abstract_mesh, interpret=True) for make in made):
+        heads, pages, place = P(None, None, "tp"), P(None, "tp"), jax.sharding.NamedSharding
+        layer = jax.device_put(case.layer, place(mesh, pages))
+        queries = jax.device_put(jnp.asarray(case.queries), place(mesh, heads))
+        with jax.set_mesh(mesh):
+            out = jax.jit(attention.attend, static_argnums=3)(
+                queries, layer, case.tables, options, sinks
+            )
+        assert out.sharding.shard_shape(out.shape)[2] == 2
+        case.check(np.asarray(out), options, 2e-5, np.asarray(sinks))
+
+
+if __name__ == "__main__":
+    on_two_devices()

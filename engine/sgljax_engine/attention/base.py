@@ -142,7 +142,7 @@ class Attention(Protocol):
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether it reads keys once for `BlockTables.runs`, in blocks of one query."""
+        """Whether it reads keys once for `BlockTables.runs`."""
         ...
 
     def attend(

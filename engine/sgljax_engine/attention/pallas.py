@@ -75,13 +75,14 @@ class PallasAttention:
         def call(
             q: jax.Array, layer: LayerKV, tables: BlockTables, sinks: jax.Array | None
         ) -> jax.Array:
-            if self.is_fused and layer.v is not None and fills_gpu(q.shape, layer.k):
+            tables = _with_runs(tables, options)
+            is_large = tables.runs is None and fills_gpu(q.shape, layer.k)
+            if self.is_fused and layer.v is not None and is_large:
                 scores = Scores(*options)
                 where = tables.page_table, tables.positions, tables.kv_lens
                 return prefill_attention(
                     q, layer.k, layer.v, *where, scores, sinks, interpret=self.interpret
                 )
-            tables = _with_runs(tables, options)
             attend = functools.partial(
                 self._attend_to_pages, layer=layer, options=options, sinks=sinks
             )
@@ -175,10 +176,8 @@ class PallasAttention:
 
 
 def _with_runs(tables: BlockTables, options: AttentionOptions) -> BlockTables:
-    """Tables with runs where they are used: a window moves on, and blocks fill tiles alone."""
-    if options.sliding_window is None and tables.positions.shape[1] == 1:
-        return tables
-    return tables._replace(runs=None)
+    """Tables with runs where they are used; a window moves on."""
+    return tables if options.sliding_window is None else tables._replace(runs=None)
 
 
 def _rotated(x: jax.Array, prologue: Prologue, norm: jax.Array | None) -> jax.Array:

@@ -80,10 +80,9 @@ class TpuAttention:
                 sinks = None if sinks is None else packing.pad_heads(sinks)
             scores, before = Scores(*options), None
             table, positions, kv_lens, runs = tables
-            # A window moves on; a block reads its keys once already.
-            if runs is not None and options.sliding_window is None and q.shape[1] == 1:
+            if runs is not None and options.sliding_window is None:  # a window moves on
                 before = shared_attention(
-                    *(q[:, 0], k, v, table, kv_lens, runs, scores, sinks), interpret=self.interpret
+                    *(q, k, v, table, kv_lens, runs, scores, sinks), interpret=self.interpret
                 )
                 sinks = None
             out, k, v, _ = paged_attention(

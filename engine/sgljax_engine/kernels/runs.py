@@ -31,22 +31,30 @@ class SharedRuns(NamedTuple):
     Shape: members: [M, R] int32, the blocks of each run, the first ones; N beyond. num_keys: [M]
         int32, the keys that they share; 0 for unused runs. places: [N] int32, where a block is
         among the members [M * R]; M * R for a block of no run. begins: [N] int32, the keys that a
-        block shares with its run; 0 for a block of no run.
+        block shares with its run; 0 for a block of no run. queries: [q] int32, from 0 on: the
+        queries of a block that may be used, of its Q.
     """
 
     members: jax.Array
     num_keys: jax.Array
     places: jax.Array
     begins: jax.Array
+    queries: jax.Array
 
 
-def run_blocks(num_heads: int, num_kv_heads: int) -> int:
-    """Most blocks of one query in a run."""
-    return max(_RUN_QUERIES * num_kv_heads // num_heads, _MIN_RUN_BLOCKS)
+def run_blocks(num_heads: int, num_kv_heads: int, num_queries: int = 1) -> int:
+    """Most blocks, of which so many queries may be used, in a run."""
+    filling = _RUN_QUERIES * num_kv_heads // (num_heads * num_queries)
+    return max(filling, _MIN_RUN_BLOCKS // num_queries, BLOCKS_PER_RUN)
 
 
 def find_runs(
-    page_table: jax.Array, num_keys: jax.Array, page_size: int, min_keys: jax.Array, size: int
+    page_table: jax.Array,
+    num_keys: jax.Array,
+    page_size: int,
+    min_keys: jax.Array,
+    size: int,
+    num_queries: int = 1,
 ) -> SharedRuns:
     """The runs among neighbours that share `min_keys` keys or more.
 
@@ -54,7 +62,7 @@ def find_runs(
     question and its samples are a run, even if all questions begin alike.
 
     Shape: page_table: [N, P] int32. num_keys: [N] int32, keys that are in the pages. `size` is the
-    most blocks of a run, R.
+    most blocks of a run, R; `num_queries` are q.
     """
     num_blocks, width = page_table.shape
     size = min(size, num_blocks)
@@ -83,4 +91,5 @@ def find_runs(
     members = jnp.full(num_runs * size, num_blocks, jnp.int32).at[places].set(number, mode="drop")
     begins = jnp.where(is_member, least[first], 0)
     keys = least.at[firsts].get(mode="fill", fill_value=0)
-    return SharedRuns(members.reshape(num_runs, size), keys, places, begins)
+    queries = jnp.arange(num_queries, dtype=jnp.int32)
+    return SharedRuns(members.reshape(num_runs, size), keys, places, begins, queries)

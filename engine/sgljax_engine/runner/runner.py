@@ -136,7 +136,9 @@ class ModelRunner:
     @property
     def shares_prompts(self) -> bool:
         """Whether rows with the same first pages read them together."""
-        return self._static.attention.shares_prompts
+        config = self.model_config
+        has_full = not all(map(config.attention.slides, config.cached_layers))
+        return self._static.attention.shares_prompts and has_full
 
     @property
     def has_windows(self) -> bool:
@@ -244,7 +246,7 @@ class ModelRunner:
 
     def decode(self, output: SchedulerOutput) -> PendingDecode:
         order, shares = decode_order(output.decode, self._static.page_size)
-        shares = shares and self.shares_prompts and output.drafts is None
+        shares = shares and self.shares_prompts
         rows = [output.decode[index] for index in order]
         batch = build_decode_batch(
             rows,

@@ -103,7 +103,7 @@ def warm_calls(
         for row_tokens in runner.row_tokens(size):
             for options in _row_options(runner, size, row_tokens, include):
                 yield _decode_call(runner, size, row_tokens, options)
-                if has_shared and runner.shares_prompts and size > row_tokens == 1:
+                if has_shared and runner.shares_prompts and size > 1:
                     options = options._replace(min_shared_keys=np.int32(0))
                     yield _decode_call(runner, size, row_tokens, options)
     for size in shapes.token_buckets:

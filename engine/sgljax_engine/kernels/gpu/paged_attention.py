@@ -279,7 +279,8 @@ class SharedPart(NamedTuple):
     """Softmaxes over keys that blocks share, in S parts: those of `shared_attention`, or refs.
 
     Shape: begins: [N] int32, how many first keys of each block they have. peaks, totals:
-        [S, N, Q, num_heads] float32. accs: [S, N, Q, num_heads, head_dim] float32. What belongs to
+        [S, N, q, num_heads] float32. accs: [S, N, q, num_heads, head_dim] float32. Of Q queries of
+        a block the first q. What belongs to
         blocks that begin at 0 is unspecified.
     """
 
@@ -312,7 +313,7 @@ def with_shared(
     """
     block, query, head = at
     num_parts = shared.peaks.shape[0] // tiling.splits
-    exists = is_row & (begin > 0)
+    exists = is_row & (begin > 0) & (query < shared.peaks.shape[2])
     dims = dims_of_parts(shared.accs.shape[-1])
 
     def add(index: jax.Array, old: Softmax) -> Softmax:

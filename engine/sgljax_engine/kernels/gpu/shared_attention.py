@@ -55,16 +55,18 @@ def run_tiling(
     q_shape: tuple[int, ...],
     k: jax.Array,
     max_pages: int,
-    run_blocks: int,
+    run_queries: tuple[int, int],
     *,
     is_invariant: bool = False,
 ) -> Tiling:
     """Splits the work of runs of blocks of queries [N, Q, num_heads, head_dim].
 
-    It has the steps of the tiling for blocks, and a multiple of its splits.
+    It has the steps of the tiling for blocks, and a multiple of its splits. `run_queries` are the
+    blocks of a run, and the queries of each.
     """
-    num_blocks, num_queries, *heads = q_shape
-    shape = (pl.cdiv(num_blocks, run_blocks), run_blocks * num_queries, *heads)
+    num_blocks, _, *heads = q_shape
+    size, num_queries = run_queries
+    shape = (pl.cdiv(num_blocks, size), size * num_queries, *heads)
     if is_invariant:
         return invariant_tiling(shape, k, max_pages)
     own, tiling = (choose_tiling(each, k, max_pages) for each in (q_shape, shape))
@@ -96,12 +98,11 @@ def shared_attention(
     Arguments are as of `paged_attention`, or with a `prologue` as of `decode_attention`: queries
     [N, 1, num_heads, head_dim] as projections make them. There is no window.
     """
-    num_blocks, num_queries, num_heads, head_dim = q_NQDh.shape
+    num_blocks, _, num_heads, head_dim = q_NQDh.shape
     num_runs, run_blocks = runs.members.shape
-    keys = computed_keys(q_NQDh.dtype, k)
-    tiling = run_tiling(
-        q_NQDh.shape, keys, page_table.shape[1], run_blocks, is_invariant=is_invariant
-    )
+    (num_queries,) = runs.queries.shape
+    keys, sizes = computed_keys(q_NQDh.dtype, k), (run_blocks, num_queries)
+    tiling = run_tiling(q_NQDh.shape, keys, page_table.shape[1], sizes, is_invariant=is_invariant)
     given = {"q": q_NQDh, "k": k, "v": v, "page_table": page_table, "kv_lens": kv_lens}
     given |= {"members": runs.members, "num_keys": runs.num_keys, "sinks": sinks}
     if scales is not None:

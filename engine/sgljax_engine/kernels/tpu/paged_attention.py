@@ -40,11 +40,11 @@ _MAX_STEP_BYTES = 6 << 20
 
 
 class KeysBefore(NamedTuple):
-    """Attention of blocks of one query to their first keys, which go on behind them.
+    """Attention of blocks to their first keys, which go on behind them.
 
-    Shape: begins: [N] int32, how many first keys, whole pages. lses: [N, num_heads] float32,
-        logarithms of their sums of weights; very small without keys. outs: [N, num_heads, head_dim]
-        float32.
+    Shape: begins: [N] int32, how many first keys, whole pages. lses: [N, Q, num_heads] float32,
+        logarithms of their sums of weights; very small without keys. outs:
+        [N, Q, num_heads, head_dim] float32.
     """
 
     begins: jax.Array
@@ -96,7 +96,7 @@ def paged_attention(
         scores: How scores are made.
         sinks: [num_heads] float32, for each head the score of a key without a value that every
             query sees; None without.
-        before: Keys that blocks of one query attended to before; None without.
+        before: Keys that blocks attended to before; None without.
         has_lse: Return logarithms of the sums of weights too. Blocks have several queries.
         interpret: As of `pl.pallas_call`.
     """
@@ -111,7 +111,7 @@ def paged_attention(
     q = _queries_of_steps(q_NQDh, num_kv_heads, sizes)
     fresh = [] if new is None else [_side_by_side(x, sizes) for x in new]
     first_keys = [] if sinks is None else [_sinks_of_rows(sinks, num_kv_heads, q, sizes)]
-    earlier = [] if before is None else _rows_before(before, num_kv_heads)
+    earlier = [] if before is None else _rows_before(before, num_kv_heads, sizes)
     scalars = [] if before is None else [before.begins]
 
     def block(x: jax.Array) -> pl.BlockSpec:
@@ -299,16 +299,19 @@ def _sinks_of_rows(sinks: jax.Array, num_kv_heads: int, q: jax.Array, sizes: Siz
     return jnp.broadcast_to(groups[..., None], (*groups.shape, LANES))
 
 
-def _rows_before(before: KeysBefore, num_kv_heads: int) -> list[jax.Array]:
-    """Sums and outputs as they lie in a step of one query, in rows of float32.
+def _rows_before(before: KeysBefore, num_kv_heads: int, sizes: Sizes) -> list[jax.Array]:
+    """Sums and outputs as the state of a step lies, in rows of float32.
 
-    Shape: [N, num_kv_heads, 1, rows, LANES] and [N, num_kv_heads, 1, rows, head_dim].
+    Shape: [steps, num_kv_heads, groups, rows, LANES] and [steps, num_kv_heads, groups, rows,
+    head_dim]; rows are tokens, or of one query its groups.
     """
-    num_blocks, num_heads, head_dim = before.outs.shape
-    group = num_heads // num_kv_heads
-    outs = before.outs.reshape(num_blocks, num_kv_heads, 1, group, head_dim)
-    lses = before.lses.reshape(num_blocks, num_kv_heads, 1, group, 1)
-    padding = [(0, 0)] * 3 + [(0, -group % _row_tile(jnp.float32)), (0, 0)]
+    num_heads, head_dim = before.outs.shape[2:]
+    tokens, group = sizes.step_tokens, num_heads // num_kv_heads
+    outs = before.outs.reshape(-1, tokens, num_kv_heads, group, head_dim)
+    lses = before.lses.reshape(-1, tokens, num_kv_heads, group, 1)
+    order = (0, 2, 1, 3, 4) if sizes.num_queries == 1 else (0, 2, 3, 1, 4)
+    lses, outs = (x.transpose(order) for x in (lses, outs))
+    padding = [(0, 0)] * 3 + [(0, -outs.shape[3] % _row_tile(jnp.float32)), (0, 0)]
     lses, outs = (jnp.pad(x, padding) for x in (lses, outs))
     return [jnp.broadcast_to(lses, (*lses.shape[:-1], LANES)), outs]
 

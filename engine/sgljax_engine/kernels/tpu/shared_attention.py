@@ -17,11 +17,11 @@ from sgljax_engine.kernels.tpu.paged_sizes import Scores
 
 
 def shared_attention(
-    q_BDh: jax.Array,
+    q_NQDh: jax.Array,
     k_pages: jax.Array,
     v_pages: jax.Array,
-    page_table_BP: jax.Array,
-    kv_lens_B: jax.Array,
+    page_table_NP: jax.Array,
+    kv_lens_N: jax.Array,
     runs: SharedRuns,
     scores: Scores,
     sinks: jax.Array | None = None,
@@ -29,15 +29,16 @@ def shared_attention(
     interpret: Any = False,
 ) -> KeysBefore:
     """Attends to the keys that rows share, and to the sinks, of rows without a run too."""
-    members = runs.members
-    leaders = jnp.minimum(members[:, 0], len(kv_lens_B) - 1)
+    members, (num_queries,) = runs.members, runs.queries.shape
+    leaders = jnp.minimum(members[:, 0], len(kv_lens_N) - 1)
     # Rows that have all ended need nothing.
-    is_used = jnp.any(kv_lens_B.at[members].get(mode="fill", fill_value=0) > 0, axis=1)
+    is_used = jnp.any(kv_lens_N.at[members].get(mode="fill", fill_value=0) > 0, axis=1)
     num_keys = jnp.where(is_used, runs.num_keys, 0)
+    q = q_NQDh[:, :num_queries].at[members].get(mode="fill", fill_value=0)
     found = paged_attention(
-        q_BDh.at[members].get(mode="fill", fill_value=0),
+        q.reshape(len(members), -1, *q.shape[3:]),
         None,
-        *(k_pages, v_pages, page_table_BP[leaders]),
+        *(k_pages, v_pages, page_table_NP[leaders]),
         num_keys,  # positions behind all keys
         num_keys,
         scores,
@@ -45,9 +46,15 @@ def shared_attention(
         interpret=interpret,
     )
     assert found.lse is not None
-    lse_of, out_of = (x.reshape(-1, *x.shape[2:]) for x in (found.lse, found.out))
-    lses = lse_of.at[runs.places].get(mode="fill", fill_value=MASKED)
-    outs = out_of.at[runs.places].get(mode="fill", fill_value=0.0)
+
+    def of_blocks(x: jax.Array, fill: float) -> jax.Array:
+        """[N, Q, ...], filled where blocks have no run and queries are not used."""
+        x = x.reshape(members.size, num_queries, *x.shape[2:])
+        x = x.at[runs.places].get(mode="fill", fill_value=fill)
+        more = (0, q_NQDh.shape[1] - num_queries)
+        return jnp.pad(x, ((0, 0), more, *[(0, 0)] * (x.ndim - 2)), constant_values=fill)
+
+    lses, outs = of_blocks(found.lse, MASKED), of_blocks(found.out, 0.0)
     if sinks is not None:
         both = jnp.logaddexp(lses, sinks)
         lses, outs = both, outs * jnp.exp(lses - both)[..., None]

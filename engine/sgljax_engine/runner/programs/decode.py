@@ -142,7 +142,9 @@ def decode(
     rows have finished for good, or, with drafts, when a row's pages are full. Recurrent states of
     the rows leave their slots for the time of the dispatch.
     """
-    run = _Run(params, rows, sampling, options, drafts, static, _find_runs(rows, options, static))
+    width = 1 if drafts is None else drafts.places.shape[0]
+    runs = _find_runs(rows, width, options, static)
+    run = _Run(params, rows, sampling, options, drafts, static, runs)
     caches: tuple[LayerCache, ...] = kv.layers
     if rows.state_slots is not None:
         states = gather_states(kv.states, rows.state_slots, rows.positions)
@@ -175,15 +177,15 @@ def decode(
     return KVPages(layers, end.routed, states), end.output
 
 
-def _find_runs(rows: DecodeBatch, options: RowOptions, static: ProgramContext) -> SharedRuns | None:
-    """Rows that share keys which are there before the dispatch; None without."""
-    if options.min_shared_keys is None:
+def _find_runs(
+    rows: DecodeBatch, width: int, options: RowOptions, static: ProgramContext
+) -> SharedRuns | None:
+    """Rows, of `width` tokens, that share keys which are there before the dispatch."""
+    least, config = options.min_shared_keys, static.context.config
+    if least is None:
         return None
-    config = static.context.config
-    size = run_blocks(config.num_heads, config.num_kv_heads)
-    return find_runs(
-        rows.page_table, rows.positions, static.page_size, options.min_shared_keys, size
-    )
+    size = run_blocks(config.num_heads, config.num_kv_heads, width)
+    return find_runs(rows.page_table, rows.positions, static.page_size, least, size, width)
 
 
 def _state(cache: LayerState | VerifyState) -> LayerState:
@@ -343,7 +345,7 @@ class _Run(NamedTuple):
                 page_table=page_table,
                 positions=positions[:, None],
                 kv_lens=jnp.where(is_used, positions + 1, 0),
-                runs=self.runs if self.width == 1 else None,
+                runs=self.runs,
             )
             pages = Pages.make(tables, slots, window_table, of_windows)
             return paged_attend(attention, pages), slots
