@@ -242,36 +242,27 @@ def _write_chunk(
     one_tile = kernel.write_tile(per_tile)
     row_size = shape.tile_heads * Softmax.size_of(shape.head_dim, vectors.lanes)
     most = min(max_run_bytes // (4 * row_size), _MAX_TILES) if per_tile == 1 else 1
-    if most > 1:
-        run, num_shared = kernel.write_run(), kernel.write_num_shared()
+    run = kernel.write_run() if most > 1 else None
     with Code(module, "tiles", VOID, [PTR, I64]) as code:
         values, chunk = code.arguments
         *_, total, _, _, _, size = kernel.read(code, values)
-        state = code.stack(f"[{max(most, per_tile) * row_size} x float]")
+        state, num_shared = (
+            code.stack(f"[{max(most, per_tile) * row_size} x float]"),
+            code.stack(I64),
+        )
         # Neighbouring rows, which may share keys, come one after another.
         per_head = code.ceil_div(total, size)
         part, first = code.div(chunk, per_head), code.mul(code.rem(chunk, per_head), size)
         last = code.min(code.add(first, size), total)
         tile = code.variable(first)
         with code.repeat(lambda: code.less(tile.get(), last)):
-            begin, shared = tile.get(), Value(I64, "0")
-            tile.set(code.add(begin, 1))
-            if most > 1:
+            begin, end, shared = tile.get(), code.add(tile.get(), 1), Value(I64, "0")
+            if run is not None:
                 limit = code.min(code.add(begin, most), last)
-                found = code.variable(0)
-                with code.when(code.less(code.add(begin, 1), limit)):
-                    found.set(code.call(num_shared, I64, [values, begin]))
-                shared = found.get()
-                with code.when(code.less(0, shared)):
-                    is_run = code.variable(Value(I1, "true"))
-                    with code.repeat(is_run.get):
-                        tile.set(code.add(tile.get(), 1))
-                        is_run.set(Value(I1, "false"))
-                        with code.when(code.less(tile.get(), limit)):
-                            more = code.call(num_shared, I64, [values, code.sub(tile.get(), 1)])
-                            is_run.set(code.compare("sge", more, shared))
-                    code.call(run, VOID, [values, begin, tile.get(), part, state, shared])
-            with code.loop(begin, tile.get()) as row:
+                end = code.call(run, I64, [values, begin, limit, part, state, num_shared])
+                shared = code.load(num_shared, I64)
+            tile.set(end)
+            with code.loop(begin, end) as row:
                 place = code.at(state, code.mul(code.sub(row, begin), row_size))
                 code.call(one_tile, VOID, [values, row, part, place, shared])
     return code.function
@@ -380,39 +371,52 @@ class _Kernel(NamedTuple):
         return code.function
 
     def write_run(self) -> Value:
-        """Writes f(values, row, end, part, softmax, shared): rows up to one, keys up to one.
+        """Writes f(values, row, limit, part, softmax, place): the shared keys of a run.
 
-        All of them have the pages of the first row up to that key, a multiple of `SPAN`.
+        It returns the row behind the run that begins at a row and ends before a limit, and stores
+        how many keys its rows share: whole spans, 0 if the row is alone.
         """
         shape, row_size = self.shape, self.shape.tile_heads * self._softmax_size
         at_once = max(_RUN_QUERIES // shape.tile_heads, 1)
         tiles = {count: self._write_tile_of_run(count) for count in {1, at_once}}
-        with Code(self.module, "run", VOID, [PTR, I64, I64, I64, PTR, I64]) as code:
-            values, first, end, part, state, shared = code.arguments
-            whole = code.mul(code.div(code.sub(end, first), at_once), at_once)
-            rest = code.add(first, whole)
-
-            turns = code.div(code.add(code.sub(end, first), at_once - 1), at_once)
+        num_shared = self._write_num_shared()
+        with Code(self.module, "run", I64, [PTR, I64, I64, I64, PTR, PTR]) as code:
+            values, first, limit, part, state, place = code.arguments
+            after, found = code.variable(code.add(first, 1)), code.variable(0)
+            with code.when(code.less(after.get(), limit)):
+                found.set(code.call(num_shared, I64, [values, first]))
+            shared = found.get()
+            goes_on = code.variable(code.less(0, shared))
+            with code.repeat(goes_on.get):
+                after.set(code.add(after.get(), 1))
+                goes_on.set(Value(I1, "false"))
+                with code.when(code.less(after.get(), limit)):
+                    more = code.call(num_shared, I64, [values, code.sub(after.get(), 1)])
+                    goes_on.set(code.compare("sge", more, shared))
+            code.store(shared, place)
+            end = after.get()
+            turns = code.ceil_div(code.sub(end, first), Value(I64, str(at_once)))
 
             def add(row: Value, count: int, key: Value) -> None:
                 index = code.sub(row, first)
-                place, turn = code.at(state, code.mul(index, row_size)), code.div(index, at_once)
-                arguments = [values, row, part, place, key, shared, turn, turns]
-                code.call(tiles[count], VOID, arguments)
+                own, turn = code.at(state, code.mul(index, row_size)), code.div(index, at_once)
+                code.call(tiles[count], VOID, [values, row, part, own, key, shared, turn, turns])
 
+            rest = code.sub(end, code.rem(code.sub(end, first), at_once))
             with code.loop(0, shared, SPAN) as key:
                 with code.loop(first, rest, at_once) as row:
                     add(row, at_once, key)
                 if at_once > 1:
                     with code.loop(rest, end) as row:
                         add(row, 1, key)
+            code.ret(end)
         return code.function
 
     def _write_tile_of_run(self, num_rows: int) -> Value:
         """Writes f(values, row, part, softmax, key, shared, turn, turns): a span, for rows."""
         types = [PTR, I64, I64, PTR, I64, I64, I64, I64]
         with Code(self.module, f"rows{num_rows}", VOID, types) as code:
-            values, row, part, state, key, shared, *ahead = code.arguments
+            values, row, part, state, key, shared, turn, turns = code.arguments
             arrays = self.read(code, values)
             tokens = [code.add(row, i) for i in range(num_rows)]
             places = [self.place(code, token, part) for token in tokens]
@@ -424,12 +428,12 @@ class _Kernel(NamedTuple):
             with code.when(code.equal(key, 0)):
                 softmax.start(len(queries.ends), self.sinks(code, arrays, part, num_rows))
             pages = self.pages(code, arrays, row, part, shared)
-            attention = Attention(pages, *arrays[1:3], queries, softmax, Ahead(*ahead))
+            attention = Attention(pages, arrays[1], arrays[2], queries, softmax, Ahead(turn, turns))
             attention.add_keys(key, code.add(key, SPAN))
         return code.function
 
-    def write_num_shared(self) -> Value:
-        """Writes f(values, row): the first keys that a row and the next one share, whole spans."""
+    def _write_num_shared(self) -> Value:
+        """Writes f(values, row): the keys that a row and the next one share, in whole spans."""
         with Code(self.module, "num_shared", I64, [PTR, I64]) as code:
             values, row = code.arguments
             arrays = self.read(code, values)

@@ -67,7 +67,7 @@ def int8_case(shape: tuple[int, ...], lengths: tuple[int, ...] = (16, 17, 33, 29
 
 
 def in_8_bits(case: RaggedCase) -> RaggedCase:
-    """See `int8_case`."""
+    """The case with pages of 8 bits, see `int8_case`."""
     num_pages, num_kv_heads, page_size, head_dim = case.layer.k.shape
     layer = empty_layer(num_pages, num_kv_heads, page_size, head_dim)
     for table, keys, values in zip(case.tables.page_table, case.keys, case.values, strict=False):
@@ -208,14 +208,16 @@ def test_rows_that_share_first_pages(attention, same_bits):
             prefixes=(0, 35, 35, 35, 35, 34),
         )
     )
-    options, tables = OPTIONS["default"], case.tables
+    options, (page_table, positions, kv_lens, _) = OPTIONS["default"], case.tables
+    runs = None
     if attention.shares_prompts:
-        runs = find_runs(tables.page_table, tables.kv_lens - 1, 16, jnp.int32(128), 16)
-        tables = tables._replace(runs=runs)
+        runs = find_runs(page_table, kv_lens - 1, 16, jnp.int32(128), 16)
+    tables = BlockTables(page_table, positions, kv_lens, runs)
     together = case._replace(tables=tables).run(attention.attend, options)
     case.check(together, options, 3e-5)
     for row in range(6):
-        own = BlockTables(*(x[row : row + 1] for x in case.tables[:3]))
+        one = slice(row, row + 1)
+        own = BlockTables(page_table[one], positions[one], kv_lens[one])
         alone = case._replace(queries=case.queries[row : row + 1], tables=own)
         found = alone.run(attention.attend, options)[0]
         if same_bits:

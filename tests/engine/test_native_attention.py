@@ -107,6 +107,13 @@ def test_half_width_pages(dtype):
     np.testing.assert_array_equal(found, wanted)
 
 
+def row_of(tables, row):
+    """The tables of a row alone."""
+    page_table, positions, kv_lens, _ = tables
+    one = slice(row, row + 1)
+    return BlockTables(page_table[one], positions[one], kv_lens[one])
+
+
 LENGTHS, PREFIXES = zip(
     # Ten rows with the pages of a prompt, one of which has only its first ones,
     *((600, 0), (601, 35), (597, 35), (1200, 35), (580, 20), (900, 20), (599, 35)),
@@ -141,7 +148,7 @@ def test_rows_that_share_first_pages(options, sizes, dtype, page_size, has_sinks
     together = case.run(attend, options, *sinks)
     case.check(together, options, 2e-5 if dtype == "float32" else 2e-2, *sinks)
     for row in range(len(LENGTHS)):
-        tables = BlockTables(*(x[row : row + 1] for x in case.tables[:3]))
+        tables = row_of(case.tables, row)
         alone = case._replace(queries=case.queries[row : row + 1], tables=tables)
         np.testing.assert_array_equal(alone.run(attend, options, *sinks)[0], together[row])
 
@@ -154,7 +161,7 @@ def test_a_row_has_the_same_bits_in_any_company(num_rows):
     )
     together = case.run(NativeAttention().attend, DEFAULT)
     for row in range(num_rows):
-        tables = BlockTables(*(x[row : row + 1] for x in case.tables[:3]))
+        tables = row_of(case.tables, row)
         alone = case._replace(queries=case.queries[row : row + 1], tables=tables)
         np.testing.assert_array_equal(
             alone.run(NativeAttention().attend, DEFAULT)[0], together[row]
