@@ -175,7 +175,7 @@ def test_the_invariant_kernel_has_the_bits_that_it_has_without(sizes, dtype):
     ],
 )
 def test_blocks_with_drafts(attention, head_dim, dtype):
-    """Of 16 queries of a block five may be used."""
+    """Five of the 16 queries of a block may be used."""
     case = ragged_case(
         (400, 350, 430, 340, 320, 330, 310, 50, 16, 350),
         page_size=PAGE,
