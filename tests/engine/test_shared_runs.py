@@ -70,7 +70,7 @@ def _small_parts(monkeypatch):
 
 class TestFindingThem:
     def found(self, case, **options):
-        members, num_keys, _, begins = runs_of(case, **options)
+        members, num_keys, _, begins, _ = runs_of(case, **options)
         runs = [
             ([int(row) for row in rows if row < len(begins)], int(keys))
             for rows, keys in zip(members, num_keys, strict=True)
@@ -98,7 +98,7 @@ class TestFindingThem:
             own = np.arange(9) + 100 * row + 500
             table[row] = [*range(1, 9), *(np.arange(23) + 50 * (row // 6) + 100), *own]
         keys = jnp.full(12, 600)
-        members, num_keys, places, begins = find_runs(
+        members, num_keys, places, begins, _ = find_runs(
             jnp.asarray(table), keys, PAGE, jnp.int32(128), 16
         )
         assert num_keys.tolist() == [31 * PAGE, 31 * PAGE, 0]
@@ -156,6 +156,35 @@ def test_the_invariant_kernel_has_the_bits_that_it_has_without(sizes, dtype):
     np.testing.assert_array_equal(shared, alone)
 
 
+@pytest.mark.parametrize(
+    ("attention", "head_dim", "dtype"),
+    [
+        (PLAIN, 32, "float32"),
+        pytest.param(ON_TPU, 128, "float32", marks=pytest.mark.slow),
+        pytest.param(PLAIN, 32, "bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_blocks_with_drafts(attention, head_dim, dtype):
+    """Five of the 16 queries of a block may be used."""
+    case = ragged_case(
+        (400, 350, 430, 340, 320, 330, 310, 50, 16, 350),
+        page_size=PAGE,
+        num_heads=4,
+        num_kv_heads=2,
+        num_queries=16,
+        head_dim=head_dim,
+        dtype=dtype,
+        prefixes=(0, 20, 20, 20, 0, 18, 13, 0, 0, 0),
+    )
+    starts = jnp.maximum(case.tables.positions[:, 0], 0)
+    runs = find_runs(case.tables.page_table, starts, PAGE, jnp.int32(64), 4, 5)
+    assert runs.num_keys.tolist() == [320, 208]
+    sinks, options = np.linspace(-1, 1, 4, dtype=np.float32), OPTIONS["default"]
+    shared = case._replace(tables=case.tables._replace(runs=runs))
+    found, wanted = (each.run(attention.attend, options, sinks)[:-1, :5] for each in (shared, case))
+    np.testing.assert_allclose(found, wanted, atol=TOLERANCES[dtype])
+
+
 def write_and_attend(attention: Attention, case: RaggedCase, *, has_sinks: bool) -> list[Any]:
     """Outputs and pages, with keys that are normed and rotated if that is left to the attention."""
     rng, tables = np.random.default_rng(1), case.tables
@@ -201,7 +230,7 @@ def test_kernels_that_write_keys(attention, sizes, has_sinks):
         np.testing.assert_array_equal(found, wanted)
 
 
-def samples_of_a_prompt(monkeypatch, backend: str) -> dict[bool, list[Any]]:
+def samples_of_a_prompt(monkeypatch, backend: str, **more: Any) -> dict[bool, list[Any]]:
     """Greedy tokens and log-probs of eight samples, with shared keys and without."""
     options: dict[str, Any] = {"attention_backend": "tpu"}
     if backend == "tpu":
@@ -223,7 +252,9 @@ def samples_of_a_prompt(monkeypatch, backend: str) -> dict[bool, list[Any]]:
 
     monkeypatch.setattr(runner, "decode_order", watch)
     for is_allowed in (True, False):
-        with Engine(model_config=TINY, weights=spread_weights(), **SMALL, **options) as engine:
+        with Engine(
+            model_config=TINY, weights=spread_weights(), **SMALL, **options, **more
+        ) as engine:
             outputs = engine.generate_requests([prompt] * 8, params)
         found[is_allowed] = [(each.output_ids, each.logprobs) for each in outputs]
     assert any(is_shared)
@@ -238,8 +269,18 @@ def samples_of_a_prompt(monkeypatch, backend: str) -> dict[bool, list[Any]]:
         pytest.param("tpu", marks=pytest.mark.slow),
     ],
 )
-def test_an_engine_answers_as_without(monkeypatch, backend):
-    found = samples_of_a_prompt(monkeypatch, backend)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        pytest.param(
+            {"speculation": "always", "speculative_num_draft_tokens": 3}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["plain", "drafts"],
+)
+def test_an_engine_answers_as_without(monkeypatch, backend, more):
+    found = samples_of_a_prompt(monkeypatch, backend, **more)
     for (tokens, logprobs), (wanted, others) in zip(found[True], found[False], strict=True):
         assert tokens == wanted
         np.testing.assert_allclose(logprobs, others, atol=1e-5)

@@ -75,7 +75,7 @@ class PallasAttention:
         def call(
             q: jax.Array, layer: LayerKV, tables: BlockTables, sinks: jax.Array | None
         ) -> jax.Array:
-            tables = _with_runs(tables, options)
+            tables = self._with_runs(tables, options)
             is_large = tables.runs is None and fills_gpu(q.shape, layer.k)
             if self.is_fused and layer.v is not None and is_large:
                 scores = Scores(*options)
@@ -106,6 +106,16 @@ class PallasAttention:
                 check_vma=False,
             )
         return run(q_NQDh, layer, tables, sinks)
+
+    def _with_runs(self, tables: BlockTables, options: AttentionOptions) -> BlockTables:
+        """Tables with runs where they are used.
+
+        A window moves on. The same bits with runs as without were seen for one query only.
+        """
+        has_drafts = tables.positions.shape[1] > 1
+        if options.sliding_window is None and not (self.is_invariant and has_drafts):
+            return tables
+        return tables._replace(runs=None)
 
     def _attend_to_pages(
         self,
@@ -147,7 +157,7 @@ class PallasAttention:
         if prologue is not None and self.is_fused and tables.positions.shape[1] == 1:
             (rope, norms), scores, shared = _rope_and_norms(prologue), Scores(*options), None
             where = tables.page_table, tables.kv_lens
-            runs = _with_runs(tables, options).runs
+            runs = self._with_runs(tables, options).runs
             if runs is not None:
                 shared = shared_attention(
                     q[:, None],
@@ -173,11 +183,6 @@ class PallasAttention:
                 )
             layer = write_kv(layer, k, v, slots)
         return attend_to_tokens(self, q, layer, tables, options, sinks), layer
-
-
-def _with_runs(tables: BlockTables, options: AttentionOptions) -> BlockTables:
-    """Tables with runs where they are used; a window moves on."""
-    return tables if options.sliding_window is None else tables._replace(runs=None)
 
 
 def _rotated(x: jax.Array, prologue: Prologue, norm: jax.Array | None) -> jax.Array:

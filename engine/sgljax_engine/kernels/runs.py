@@ -21,7 +21,7 @@ _RUN_QUERIES = 64
 _MIN_RUN_BLOCKS = 16
 """Where more query heads share a kv head, a run takes several tiles; samples come in sixteens."""
 
-BLOCKS_PER_RUN = 4
+_BLOCKS_PER_RUN = 4
 """Batches have room for so many times fewer runs than blocks; other runs are none."""
 
 
@@ -45,7 +45,7 @@ class SharedRuns(NamedTuple):
 def run_blocks(num_heads: int, num_kv_heads: int, num_queries: int = 1) -> int:
     """Most blocks, of which so many queries may be used, in a run."""
     filling = _RUN_QUERIES * num_kv_heads // (num_heads * num_queries)
-    return max(filling, _MIN_RUN_BLOCKS // num_queries, BLOCKS_PER_RUN)
+    return max(filling, _MIN_RUN_BLOCKS // num_queries, _BLOCKS_PER_RUN)
 
 
 def find_runs(
@@ -66,7 +66,7 @@ def find_runs(
     """
     num_blocks, width = page_table.shape
     size = min(size, num_blocks)
-    num_runs = max(num_blocks // BLOCKS_PER_RUN, 1)
+    num_runs = max(num_blocks // _BLOCKS_PER_RUN, 1)
     number = jnp.arange(num_blocks, dtype=jnp.int32)
     page = jnp.arange(width, dtype=jnp.int32)[None]
     full = num_keys // page_size

@@ -23,7 +23,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from sgljax_engine.kernels.runs import BLOCKS_PER_RUN
 from sgljax_engine.kernels.tpu.paged_sizes import LANES, Scores, Sizes
 from sgljax_engine.kernels.tpu.paged_step import attend_step
 
@@ -197,12 +196,12 @@ def _cost(
 ) -> pl.CostEstimate:
     """Cost of a call if each request fills its page table; the compiler schedules by it.
 
-    Where keys are shared, and `states` pass between two calls: if all rows are in full runs, and
-    share half of their keys.
+    Where keys are shared, and `states` pass between two calls: if half of the runs are used, and
+    half of the keys of all blocks are shared.
     """
     num_blocks, num_queries, num_heads, head_dim = q_NQDh.shape
     if is_shared:
-        num_blocks = -(-num_blocks * BLOCKS_PER_RUN // num_queries)
+        num_blocks = -(-num_blocks // 2)
     if states:
         max_pages = -(-max_pages // 2)
     num_keys = max_pages * sizes.page_size
