@@ -1,24 +1,27 @@
 """How far log-probs of an engine with rounded keys or weights are from the exact ones; its speed.
 
-    python benchmarks/exactness/kv_cache.py            # SmolLM2-135M, 15 minutes on 2 cores
+    python benchmarks/exactness/kv_cache.py            # SmolLM2-135M, 10 minutes on 2 cores
     python benchmarks/exactness/kv_cache.py --quick    # a tiny model, a smoke test
 
 - Each engine samples completions at temperature 1, and one in float32 scores the same tokens: the
   trainer's part. Log-ratios are the latter's log-probs minus the sampler's; the mean of a sequence
   is within when its exponential is in [0.999, 1.002], as sequence-level masks ask.
 - Perplexity of texts that are there anyway: topics of the reference of the Python language.
-- Seconds in which 64 rows behind long prompts decode, whose keys stay in the prefix cache.
+- Seconds in which the attention of one layer writes a token a row and reads the keys before it, by
+  the CPU kernels, of 64 rows with pages in no order.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from transformers import AutoTokenizer
 
@@ -26,6 +29,9 @@ from benchmarks.lib.reporting import ROOT, make_parser, output_dir, write_result
 from benchmarks.lib.shapes import MODELS
 from benchmarks.lib.turns import speed_table, take_turns
 from sgljax_engine import Engine, SamplingParams
+from sgljax_engine.attention.base import AttentionOptions, BlockTables, NewTokens
+from sgljax_engine.attention.cpu import NativeAttention
+from sgljax_engine.cache.kv_pages import LayerKV, PageLayout
 
 sys.path.insert(0, str(ROOT / "examples"))
 
@@ -43,8 +49,25 @@ ENGINES: dict[str, dict[str, Any]] = {
 WITHIN = (0.999, 1.002)
 """Bounds of the exponential of a sequence's mean log-ratio."""
 
-_DECODED = 32
-"""Tokens of a row where speed is measured."""
+_PAGE_SIZE = 16
+_STEPS = 4
+"""Calls in a measurement of speed."""
+
+
+class AttentionSizes(NamedTuple):
+    """A layer whose speed is measured: SmolLM2-135M's, or Qwen3-0.6B's."""
+
+    num_rows: int = 64
+    num_heads: int = 9
+    num_kv_heads: int = 3
+    head_dim: int = 64
+    lengths: tuple[int, ...] = (256, 1024, 4096)
+
+
+LAYERS = {
+    "9/3 heads of 64": AttentionSizes(),
+    "16/8 heads of 128": AttentionSizes(64, 16, 8, 128, (256, 1024, 2048)),
+}
 
 
 class Workload:
@@ -53,28 +76,23 @@ class Workload:
     def __init__(self, folder: Path | None) -> None:
         """Takes the folder of a model, or None for the tiny one."""
         self.folder = folder
-        self.num_rows, self.prompt, self.new, self.text = (64, 64, 256, 512)
-        self.contexts = {"context of 512": 512, "context of 1,536": 1536}
+        self.num_rows, self.prompt, self.new, self.text = 32, 64, 128, 192
         if folder is None:
             self.num_rows, self.prompt, self.new, self.text = 8, 16, 16, 32
-            self.contexts = {"context of 64": 64}
             ids = np.random.default_rng(0).integers(1, 1000, 4096).tolist()
         else:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             ids = tokenizer.encode("\n".join(topics[name] for name in sorted(topics)))
-        longest = max(self.text, *self.contexts.values())
-        starts = np.linspace(0, len(ids) - longest - 1, self.num_rows).astype(int)
-        self.texts = [ids[start : start + longest] for start in starts]
+        starts = np.linspace(0, len(ids) - self.text - 1, self.num_rows).astype(int)
+        self.texts = [ids[start : start + self.text] for start in starts]
 
-    def engine(self, name: str, **options: Any) -> Engine:
+    def engine(self, name: str) -> Engine:
         """One of `ENGINES`."""
-        longest = max(*self.contexts.values(), self.prompt + self.new, self.text) + 80
-        options = {
+        options: dict[str, Any] = {
             "max_running_requests": self.num_rows,
-            "max_model_len": longest,
+            "max_model_len": max(self.prompt + self.new, self.text) + 16,
             "dtype": "float32",
             **ENGINES[name],
-            **options,
         }
         if self.folder is not None:
             return Engine(self.folder, **options)
@@ -114,22 +132,45 @@ def distances(sampled: Sequence[tuple[list[int], np.ndarray]], scores: Sequence[
     }
 
 
-def decode_seconds(work: Workload, num_turns: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of decoding the same rows with keys in float32 and in 8 bits, in turns."""
-    names = (BASE, INT8_KEYS)
-    found = {}
-    params = SamplingParams(temperature=0, max_new_tokens=_DECODED, ignore_eos=True)
-    for label, length in work.contexts.items():
-        prompts = [text[:length] for text in work.texts]
-        engines = {name: work.engine(name, mem_fraction_static=0.4) for name in names}
-        runs = {
-            name: functools.partial(engine.generate_requests, prompts, params)
-            for name, engine in engines.items()
-        }
-        found[f"{work.num_rows} rows, {label}"] = take_turns(runs, num_turns)
-        for engine in engines.values():
-            engine.shutdown()
-    return found
+def attention_seconds(sizes: AttentionSizes, num_turns: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds of attention to keys in float32 and in 8 bits, in turns, by number of keys."""
+    return {
+        f"{sizes.num_rows} rows of {length:,} keys": take_turns(
+            {name: _attending(sizes, length, is_int8=name != BASE) for name in (BASE, INT8_KEYS)},
+            num_turns,
+        )
+        for length in sizes.lengths
+    }
+
+
+def _attending(sizes: AttentionSizes, length: int, *, is_int8: bool) -> Callable[[], object]:
+    num_pages = -(-length // _PAGE_SIZE)
+    rng, count = np.random.default_rng(0), sizes.num_rows * num_pages
+    table = jnp.asarray(rng.permutation(count).reshape(sizes.num_rows, num_pages), jnp.int32)
+    last = jnp.full((sizes.num_rows, 1), length - 1, jnp.int32)
+    tables = BlockTables(table, last, last[:, 0] + 1)
+    slots = table[:, -1] * _PAGE_SIZE + (length - 1) % _PAGE_SIZE
+    q, k, v = (
+        jnp.asarray(rng.normal(size=(sizes.num_rows, heads, sizes.head_dim)), jnp.float32)
+        for heads in (sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads)
+    )
+    layout = PageLayout(sizes.num_kv_heads, sizes.head_dim, is_int8=is_int8)
+    layer = layout.make_layer(count, _PAGE_SIZE, jnp.dtype(jnp.float32), jnp.ones)
+    options = AttentionOptions(scale=sizes.head_dim**-0.5)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(layer: LayerKV) -> tuple[jax.Array, LayerKV]:
+        new = NewTokens(q, k, v)
+        return NativeAttention().write_and_attend(new, layer, tables, slots, options)
+
+    state = [layer]
+
+    def run() -> None:
+        for _ in range(_STEPS):
+            out, state[0] = step(state[0])
+        jax.block_until_ready((out, state[0]))
+
+    return run
 
 
 def table(found: dict[str, Any]) -> list[str]:
@@ -166,11 +207,17 @@ def main(argv: Sequence[str] | None = None) -> None:
             "kv_bytes": memory.kv_bytes // memory.kv_tokens,
             "perplexity": float(np.exp(-mean)),
         }
+    print(found, flush=True)
     with work.engine(BASE) as engine:
         for name, each in sampled.items():
             scores = engine.score([ids for ids, _ in each], 1.0, [work.prompt] * work.num_rows)
             found[name] |= distances(each, scores)
-    seconds = decode_seconds(work, args.pairs)
+    layers = {"2/1 heads of 16": AttentionSizes(4, 2, 1, 16, (32,))} if args.quick else LAYERS
+    seconds = {
+        f"{name}, {label}": each
+        for name, sizes in layers.items()
+        for label, each in attention_seconds(sizes, args.pairs).items()
+    }
     model = "a tiny random model" if args.quick else "SmolLM2-135M-Instruct"
     write_results(
         output_dir(args) / "kv_cache.md",
@@ -181,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "",
             *table(found),
             "",
-            f"## Seconds of {_DECODED} tokens a row, the keys before in the prefix cache",
+            f"## Seconds of {_STEPS} calls of a layer's attention",
             "",
             *speed_table(seconds, BASE),
         ],

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from benchmarks.exactness import kv_cache
 from benchmarks.interruption import interruptions
 from benchmarks.throughput import hybrid, long_tail, over_sampling, sampling_masks, sampling_table
 
@@ -73,3 +74,13 @@ def test_hybrids(tmp_path):
     # All samples begin with one prompt of 64 tokens, the last of which is no prefill's.
     assert data["prefilled"]["group of 16"] == {"cache off": 16 * 63, "cache on": 63}
     assert data["memory"]["dense"]["states"] == 0 < data["memory"]["hybrid"]["states"]
+
+
+@pytest.mark.soak
+def test_rounded_keys(tmp_path):
+    data = written(kv_cache.main, tmp_path, "kv_cache", "--pairs", "1")
+    assert list(data["engines"]) == list(kv_cache.ENGINES)
+    assert [list(each) for each in data["seconds"].values()] == [
+        [kv_cache.BASE, kv_cache.INT8_KEYS]
+    ]
+    assert all(each["tokens"] == 8 * 16 for each in data["engines"].values())
