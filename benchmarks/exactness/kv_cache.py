@@ -166,6 +166,7 @@ def _attending(sizes: AttentionSizes, length: int, *, is_int8: bool) -> Callable
     state = [layer]
 
     def run() -> None:
+        out = q
         for _ in range(_STEPS):
             out, state[0] = step(state[0])
         jax.block_until_ready((out, state[0]))

@@ -180,7 +180,8 @@ class KernelCase(NamedTuple):
         pages = rng.normal(size=(2, 9, kv.num_heads, 16, kv.head_dim)).astype(np.float32)
         positions = np.asarray([0, 20, 32])[:, None] + np.arange(16)
         parts = np.arange(9).reshape(3, 3), positions, np.asarray([16, 30, 0])
-        tables = BlockTables(*(jnp.asarray(part, jnp.int32) for part in parts))
+        table, positions, kv_lens = (jnp.asarray(part, jnp.int32) for part in parts)
+        tables = BlockTables(table, positions, kv_lens)
         return cls(placement, kv, q, (k, v), (pages[0], pages[1]), tables)
 
     def write_and_attend(self, attention: Attention, layer: LayerKV) -> tuple[Any, LayerKV]:

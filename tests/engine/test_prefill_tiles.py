@@ -84,7 +84,7 @@ class Prompts:
             ends = start + BLOCK * np.arange(1, count + 1)
             kv_lens[block : block + count] = np.minimum(ends, end)
         table = np.repeat(np.asarray(self.case.tables.page_table), [*counts, 1], axis=0)
-        self.tables = BlockTables(*map(jnp.asarray, (table, positions, kv_lens)))
+        self.tables = BlockTables(jnp.asarray(table), jnp.asarray(positions), jnp.asarray(kv_lens))
 
     def run(self, options: AttentionOptions, blocks: slice = slice(None)) -> np.ndarray:
         """The interpreted kernel's output for a batch of all blocks, or of some."""
@@ -94,7 +94,8 @@ class Prompts:
             k, v = layer.k, layer.values
             return prefill_attention(q, k, v, *tables[:3], Scores(*options), interpret=True)
 
-        tables = BlockTables(*(x[blocks] for x in self.tables[:3]))
+        table, positions, kv_lens = (x[blocks] for x in self.tables[:3])
+        tables = BlockTables(table, positions, kv_lens)
         out = attend(self.queries[blocks], self.case.layer, tables)
         assert out.dtype == self.queries.dtype
         return np.asarray(out, np.float32)

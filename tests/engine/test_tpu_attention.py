@@ -125,9 +125,10 @@ class Writing:
         self, attention: Any, options: AttentionOptions, *, is_read_again: bool = False
     ) -> None:
         """Compares outputs and pages with what they must be, and what reads the pages then."""
-        tables = BlockTables(
-            *(jnp.asarray(np.stack(x), jnp.int32) for x in zip(*self.tables, strict=True))
+        table, positions, kv_lens = (
+            jnp.asarray(np.stack(x), jnp.int32) for x in zip(*self.tables, strict=True)
         )
+        tables = BlockTables(table, positions, kv_lens)
         queries, new = (np.asarray(x, np.float32) for x in (self.queries, self.new))
         call = jax.jit(attention.write_and_attend, static_argnums=4)
         num_kv_heads, head_dim = new.shape[3:]
