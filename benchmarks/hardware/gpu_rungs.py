@@ -54,6 +54,7 @@ class Rung:
         quantization: The engine's.
         is_deterministic: Whether it samples deterministically.
         top_p: Of the samples.
+        group: Neighbouring rows of decode with the same prompt.
         measure: Name of what is measured, see `MEASUREMENTS`.
     """
 
@@ -63,6 +64,7 @@ class Rung:
     quantization: str | None = None
     is_deterministic: bool = False
     top_p: float = 1.0
+    group: int = 1
     measure: str = "decode"
 
 
@@ -82,6 +84,8 @@ RUNGS = {
     "prefill": Rung(measure="prefill"),
     "bench.py's workload, base": Rung(fused=None, measure="bench"),
     "prefill, base": Rung(fused=None, measure="prefill"),
+    "groups of 16 share a prompt, base": Rung(fused=None, group=16),
+    "groups of 16 share a prompt": Rung(group=16),
     "deterministic: all fused": Rung(is_deterministic=True),
     "int8, XLA around the attention kernel": Rung(fused=None, quantization="int8"),
     "int8, all fused": Rung(quantization="int8"),
@@ -169,7 +173,8 @@ class Ladder:
         sizes = self.sizes
         context, steps, rows = sizes.context, sizes.num_steps, sizes.rows
         rollout = self.rollout(rung, max_model_len=context + steps + 1, rows=rows)
-        prompts = self.prompts(rows, context)
+        group = min(rung.group, rows)
+        prompts = [each for each in self.prompts(rows // group, context) for _ in range(group)]
 
         def run(new_tokens: int) -> float:
             params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, top_p=rung.top_p)
@@ -202,8 +207,9 @@ class Ladder:
         )
         outputs = rollout.engine.generate_requests(prompts, params)
         ours = [(output.output_ids, output.logprobs) for output in outputs]
-        reference = self.reference / f"{rung.quantization}.json"
-        if rung == dataclasses.replace(RUNGS[BASE], quantization=rung.quantization):
+        same = {"quantization": rung.quantization, "group": rung.group}
+        reference = self.reference / f"{rung.quantization}_{rung.group}.json"
+        if rung == dataclasses.replace(RUNGS[BASE], **same):
             reference.write_text(json.dumps(ours))
         if not reference.exists():
             return {"is_right": True, "largest difference": float("nan"), "compared tokens": 0}
