@@ -61,7 +61,7 @@ class AttentionSizes(NamedTuple):
     num_heads: int = 9
     num_kv_heads: int = 3
     head_dim: int = 64
-    lengths: tuple[int, ...] = (256, 1024, 4096)
+    lengths: tuple[int, ...] = (256, 1024, 2048)
 
 
 LAYERS = {
@@ -76,7 +76,7 @@ class Workload:
     def __init__(self, folder: Path | None) -> None:
         """Takes the folder of a model, or None for the tiny one."""
         self.folder = folder
-        self.num_rows, self.prompt, self.new, self.text = 32, 64, 128, 192
+        self.num_rows, self.prompt, self.new, self.text = 32, 64, 64, 128
         if folder is None:
             self.num_rows, self.prompt, self.new, self.text = 8, 16, 16, 32
             ids = np.random.default_rng(0).integers(1, 1000, 4096).tolist()
@@ -208,7 +208,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             "kv_bytes": memory.kv_bytes // memory.kv_tokens,
             "perplexity": float(np.exp(-mean)),
         }
-    print(found, flush=True)
     with work.engine(BASE) as engine:
         for name, each in sampled.items():
             scores = engine.score([ids for ids, _ in each], 1.0, [work.prompt] * work.num_rows)

@@ -5,8 +5,16 @@ import json
 import pytest
 
 from benchmarks.exactness import kv_cache
+from benchmarks.hardware import shared_bytes
 from benchmarks.interruption import interruptions
-from benchmarks.throughput import hybrid, long_tail, over_sampling, sampling_masks, sampling_table
+from benchmarks.throughput import (
+    hybrid,
+    long_tail,
+    over_sampling,
+    sampling_masks,
+    sampling_table,
+    shared_prompts,
+)
 
 QUICK_COMPILE = "that the benchmark runs and what it writes, not its numbers"
 
@@ -74,6 +82,20 @@ def test_hybrids(tmp_path):
     # All samples begin with one prompt of 64 tokens, the last of which is no prefill's.
     assert data["prefilled"]["group of 16"] == {"cache off": 16 * 63, "cache on": 63}
     assert data["memory"]["dense"]["states"] == 0 < data["memory"]["hybrid"]["states"]
+
+
+@pytest.mark.soak
+def test_shared_prompts(tmp_path):
+    """Both engines have the same tokens and log-probs, else the script ends."""
+    data = written(shared_prompts.main, tmp_path, "shared_prompts", "--pairs", "1")
+    (seconds,) = data["seconds"].values()
+    assert list(seconds) == [shared_prompts.ALONE, shared_prompts.TOGETHER]
+
+
+@pytest.mark.soak
+def test_shared_bytes(tmp_path):
+    data = written(shared_bytes.main, tmp_path, "shared_bytes")
+    assert list(data["bytes"]) == list(shared_bytes.KERNELS)
 
 
 @pytest.mark.soak
