@@ -156,7 +156,7 @@ no cost |
 True is refused for several devices, TPUs, CPUs without the kernels, a head_dim that fills no vector
 of the CPU, `attention_backend="xla"` and `linear_backend="xla"`. On GPUs `linear_backend` must be
 "pallas", which "auto" picks on Hopper; models with experts, recurrent states or shared keys,
-adapters and int8 weights are refused.
+adapters, int8 weights and int8 keys are refused.
 
 - Another machine, or another version of JAX or XLA, may give other bits. A seed draws other tokens
   with the JIT-compiled CPU kernels than with portable code.

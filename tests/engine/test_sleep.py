@@ -458,7 +458,7 @@ def host_arrays(engine):
     assert kept.pages.chunks
     copies = [
         *kept.weights.values(),
-        *(c for _, page in kept.pages.chunks for kv in page.layers for c in kv),
+        *(c for _, page in kept.pages.chunks for kv in page.layers for c in kv[:2]),
     ]
     return [weakref.ref(part) for copy in copies for part in copy.parts.values()]
 
