@@ -240,16 +240,13 @@ def _write_chunk(
     """Writes f(values, chunk): some tiles of one part of the heads."""
     kernel = _Kernel(module, vectors.lanes, shape, has_sinks)
     one_tile = kernel.write_tile(per_tile)
-    row_size = shape.tile_heads * Softmax.size_of(shape.head_dim, vectors.lanes)
-    most = min(max_run_bytes // (4 * row_size), _MAX_TILES) if per_tile == 1 else 1
+    most = min(max_run_bytes // (4 * kernel.row_size), _MAX_TILES) if per_tile == 1 else 1
     run = kernel.write_run() if most > 1 else None
     with Code(module, "tiles", VOID, [PTR, I64]) as code:
         values, chunk = code.arguments
         *_, total, _, _, _, size = kernel.read(code, values)
-        state, num_shared = (
-            code.stack(f"[{max(most, per_tile) * row_size} x float]"),
-            code.stack(I64),
-        )
+        state = code.stack(f"[{max(most, per_tile) * kernel.row_size} x float]")
+        num_shared = code.stack(I64)
         # Neighbouring rows, which may share keys, come one after another.
         per_head = code.ceil_div(total, size)
         part, first = code.div(chunk, per_head), code.mul(code.rem(chunk, per_head), size)
@@ -263,7 +260,7 @@ def _write_chunk(
                 shared = code.load(num_shared, I64)
             tile.set(end)
             with code.loop(begin, end) as row:
-                place = code.at(state, code.mul(code.sub(row, begin), row_size))
+                place = code.at(state, code.mul(code.sub(row, begin), kernel.row_size))
                 code.call(one_tile, VOID, [values, row, part, place, shared])
     return code.function
 
@@ -282,8 +279,9 @@ class _Kernel(NamedTuple):
     has_sinks: bool
 
     @property
-    def _softmax_size(self) -> int:
-        return Softmax.size_of(self.shape.head_dim, self.lanes)
+    def row_size(self) -> int:
+        """Floats of the softmax of a row."""
+        return self.shape.tile_heads * Softmax.size_of(self.shape.head_dim, self.lanes)
 
     def read(self, code: Code, values: Value) -> list[Value]:
         """The addresses of arguments and results, and sizes; sinks and scales come before `out`."""
@@ -376,8 +374,7 @@ class _Kernel(NamedTuple):
         It returns the row behind the run that begins at a row and ends before a limit, and stores
         how many keys its rows share: whole spans, 0 if the row is alone.
         """
-        shape, row_size = self.shape, self.shape.tile_heads * self._softmax_size
-        at_once = max(_RUN_QUERIES // shape.tile_heads, 1)
+        at_once = max(_RUN_QUERIES // self.shape.tile_heads, 1)
         tiles = {count: self._write_tile_of_run(count) for count in {1, at_once}}
         num_shared = self._write_num_shared()
         with Code(self.module, "run", I64, [PTR, I64, I64, I64, PTR, PTR]) as code:
@@ -399,7 +396,7 @@ class _Kernel(NamedTuple):
 
             def add(row: Value, count: int, key: Value) -> None:
                 index = code.sub(row, first)
-                own, turn = code.at(state, code.mul(index, row_size)), code.div(index, at_once)
+                own, turn = code.at(state, code.mul(index, self.row_size)), code.div(index, at_once)
                 code.call(tiles[count], VOID, [values, row, part, own, key, shared, turn, turns])
 
             rest = code.sub(end, code.rem(code.sub(end, first), at_once))

@@ -43,7 +43,7 @@ _UNROLLED = 128
 _TILE_HEADS = 16
 """Query heads of a kv head that are in a tile together; more are divided, as latents have."""
 
-MASKED = -1e30
+_MASKED = -1e30
 
 _LINE = 16
 """Floats of a cache line."""
@@ -248,7 +248,7 @@ class Softmax(NamedTuple):
             with code.loop(0, self.head_dim, lanes) as channel:
                 code.store(code.zeros(lanes), self.sums(query, channel), 4)
             code.store(total, self.total(query), 4)
-            code.store(sinks[query] if sinks else f32(MASKED), self.peak(query))
+            code.store(sinks[query] if sinks else f32(_MASKED), self.peak(query))
 
     def finish(self, count: int) -> None:
         """Emits the division of `count` queries' weighted values by their totals."""
@@ -334,9 +334,9 @@ class Attention:
     # ------------------------------------------------------------------ scores
 
     def _score(self, span: _Span) -> list[Value]:
-        """Emits a span's scores, `MASKED` for hidden keys; returns each query's peak by lane."""
+        """Emits a span's scores, `_MASKED` for hidden keys; returns each query's peak by lane."""
         code, lanes = self._code, self._lanes
-        masked = code.splat(f32(MASKED), lanes)
+        masked = code.splat(f32(_MASKED), lanes)
         highest = [code.variable(masked) for _ in range(self._count)]
         with code.loop(span.start, span.num_keys, lanes) as at:
             first = code.add(span.begin, at)

@@ -16,7 +16,8 @@ from sgljax_engine.attention.base import (
     NewTokens,
     attend_to_tokens,
 )
-from sgljax_engine.cache.kv_pages import LayerKV, computed_dtype, write_kv
+from sgljax_engine.cache.kv_pages import LayerKV, write_kv
+from sgljax_engine.kernels.dtypes import computed_dtype
 from sgljax_engine.layers.basic import soft_cap
 
 _KEYS_PER_STEP = 64
@@ -87,7 +88,7 @@ def _group_queries(q_NQDh: jax.Array, layer: LayerKV, scale: float) -> jax.Array
     """[N, Q, heads, H] to scaled [N, K, R, H] with R = query heads of a kv head times Q."""
     num_blocks, num_queries, num_heads, head_dim = q_NQDh.shape
     num_kv_heads = layer.k.shape[1]
-    dtype = computed_dtype(layer, q_NQDh.dtype)
+    dtype = computed_dtype(q_NQDh.dtype, layer.k.dtype)
     q = (q_NQDh.astype(jnp.float32) * scale).astype(dtype)
     q = q.reshape(num_blocks, num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
     return q.transpose(0, 2, 3, 1, 4).reshape(num_blocks, num_kv_heads, -1, head_dim)

@@ -191,17 +191,6 @@ def stored_tokens(layer: LayerKV, k: jax.Array, v: jax.Array | None) -> LayerKV:
     return LayerKV(k, v, jnp.where(is_finite, k_scale, jnp.nan), v_scale)
 
 
-def computed_dtype(layer: LayerKV, queries: jnp.dtype) -> jnp.dtype:
-    """The dtype in which queries are multiplied with keys, and weights with values.
-
-    Numbers of 8 bits are exact in bfloat16. Weights times their scales may be too small for
-    float16.
-    """
-    if layer.k_scale is None:
-        return layer.k.dtype
-    return queries if queries == jnp.float32 else jnp.dtype(jnp.bfloat16)
-
-
 def routed_width(num_ids: int) -> int:
     """Columns that a token's experts take: whole vectors of a TPU.
 

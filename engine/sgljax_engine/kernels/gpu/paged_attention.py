@@ -26,6 +26,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from sgljax_engine.kernels.dtypes import computed_dtype
+
 HEAD_DIMS = (16, 32, 64, 128, 256, 512)
 """Triton's array sizes are powers of two, and tensor cores take at least 16."""
 
@@ -256,13 +258,6 @@ class Keys(NamedTuple):
     v_scale_ref: Any = None
 
 
-def computed_dtype(queries: Any, keys: Any) -> Any:
-    """The dtype of products: the keys', or for keys of 8 bits float32 or bfloat16."""
-    if keys != jnp.int8:
-        return keys
-    return queries if queries == jnp.float32 else jnp.bfloat16
-
-
 def computed_keys(queries: Any, k: jax.Array) -> Any:
     """The shape and dtype of keys in registers, of which tiles are chosen."""
     return jax.ShapeDtypeStruct(k.shape, computed_dtype(queries, k.dtype))
@@ -280,8 +275,7 @@ class SharedPart(NamedTuple):
 
     Shape: begins: [N] int32, how many first keys of each block they have. peaks, totals:
         [S, N, q, num_heads] float32. accs: [S, N, q, num_heads, head_dim] float32. Of Q queries of
-        a block the first q. What belongs to
-        blocks that begin at 0 is unspecified.
+        a block the first q. What belongs to blocks that begin at 0 is unspecified.
     """
 
     begins: Any

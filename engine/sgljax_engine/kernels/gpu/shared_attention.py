@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from sgljax_engine.kernels.dtypes import computed_dtype
 from sgljax_engine.kernels.gpu.decode_attention import HeadNorms, rotated_heads
 from sgljax_engine.kernels.gpu.paged_attention import (
     NUM_STAGES,
@@ -27,7 +28,6 @@ from sgljax_engine.kernels.gpu.paged_attention import (
     Tiling,
     attend_to_keys,
     choose_tiling,
-    computed_dtype,
     computed_keys,
     dims_of_parts,
     first_softmax,
