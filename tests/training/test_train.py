@@ -243,6 +243,10 @@ REWARDS, KNOWN = "task.reward_functions", "over_sampling.known_rewards"
         ("actor_model_config.shape.layers=3", "unknown key actor_model_config.shape.layers; did"),
         ("task.prompt_template='{prompt}'", "must not be 'prompt'; did you mean 'prompts'?"),
         ("rollout_config.max_new_tokens=8", "it is called max_tokens_to_generate here"),
+        (
+            "rollout_config.max_prompt_length=3",
+            "task.dataset, row 3: prompts='23 24 25 26' has 4 tokens",
+        ),
         ("actor_model_config.checkpoint=missing.safetensors", "missing.safetensors is no file"),
         ("over_sampling.factor=3", "factor must be in [1, 2] with unfinished='carry', got 3.0"),
         (f"{KNOWN}=tiny_task:none", "over_sampling.known_rewards of tiny_task"),

@@ -31,6 +31,7 @@ from tunix_sgljax.training.evaluation import sum_rewards
 from tunix_sgljax.training.lora import check_resume, checkpoint_root, keep_lora_settings
 from tunix_sgljax.training.memory import MemoryEstimate, estimate_memory
 from tunix_sgljax.training.models import ModelSpec, find_model, load_tokenizer
+from tunix_sgljax.training.prompt_lengths import check_prompts
 from tunix_sgljax.training.report import EvalRecord, RecordFile, StepRecord, StepRecorder
 from tunix_sgljax.training.rollouts import TimedRollout
 from tunix_sgljax.training.samples import Sample, SampleFile
@@ -92,6 +93,7 @@ def prepare(config: TrainConfig) -> Prepared:
     memory = estimate_memory(config, spec, mesh, make_optimizers(config))
     tokenizer = load_tokenizer(config)
     task = load_task(config.task, tokenizer)
+    check_prompts(config, tokenizer, task)
     fields = [field.name for field in dataclasses.fields(make_algorithm(config))]
     for function in task.reward_fns:
         check_call("task.reward_functions:", task, function, GIVEN, fields)
