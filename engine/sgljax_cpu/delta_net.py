@@ -24,6 +24,9 @@ from sgljax_cpu.rows import VectorAt, in_vectors
 _BLOCK = 8
 """Vectors of a state's row that are summed at once: enough sums to wait for none."""
 
+_LINE = 16
+"""Numbers of a cache line."""
+
 
 def net_heads(
     window: jax.Array, weight: jax.Array, num_key_heads: int, key_dim: int, eps: float
@@ -194,9 +197,16 @@ def _write_rule(
                     code.splat(code.load(code.at(base, number), F32), lanes)
                     for base in (decays, rates)
                 )
+                following = code.load_int(
+                    slots, code.min(code.add(token, 1), code.sub(num_tokens, 1))
+                )
+                ahead = code.mul(
+                    code.add(code.mul(following, num_heads), head), key_dim * value_dim
+                )
                 rule = _Rule(
                     code,
                     state,
+                    code.at(states, ahead),
                     code.at(own, query),
                     code.at(own, code.add(keys, query)),
                     code.at(own, value),
@@ -211,10 +221,14 @@ def _write_rule(
 
 
 class _Rule(NamedTuple):
-    """The rule for a token of a head; all but `keep` and `rate` are addresses."""
+    """The rule for a token of a head; all but `keep` and `rate` are addresses.
+
+    `ahead` is the state of the next token, which is prefetched; it may be invalid.
+    """
 
     code: Code
     state: Value
+    ahead: Value
     q: Value
     k: Value
     v: Value
@@ -227,13 +241,18 @@ class _Rule(NamedTuple):
         code, kind = self.code, vector(lanes)
         known, read = ([code.variable(code.zeros(lanes)) for _ in columns] for _ in range(2))
 
-        def at(row: Value, column: int) -> Value:
-            return code.at(self.state, code.add(code.mul(row, value_dim), column))
+        def at(row: Value, column: int, state: Value = self.state) -> Value:
+            return code.at(state, code.add(code.mul(row, value_dim), column))
 
         def number(base: Value, row: Value) -> Value:
             return code.splat(code.load(code.at(base, row), F32), lanes)
 
+        def prefetch(row: Value, columns: range) -> None:
+            for column in range(columns.start, columns.stop, _LINE):
+                code.prefetch(at(row, column, self.ahead))
+
         with code.loop(0, key_dim) as row:
+            prefetch(row, columns[: len(columns) // 2])
             k = number(self.k, row)
             for column, total in zip(columns, known, strict=True):
                 total.set(code.fma(k, code.load(at(row, column), kind, 4), total.get()))
@@ -243,6 +262,7 @@ class _Rule(NamedTuple):
             new = code.load(code.at(self.v, column), kind, 4)
             changes.append(code.float_op("fmul", self.rate, code.float_op("fsub", new, left)))
         with code.loop(0, key_dim) as row:
+            prefetch(row, columns[len(columns) // 2 :])
             k, q = number(self.k, row), number(self.q, row)
             for column, total, change in zip(columns, read, changes, strict=True):
                 old = code.float_op("fmul", self.keep, code.load(at(row, column), kind, 4))
