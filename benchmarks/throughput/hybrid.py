@@ -3,11 +3,12 @@
     python benchmarks/throughput/hybrid.py                  # about ten minutes
     python benchmarks/throughput/hybrid.py --pairs 1 --quick
 
-Both models have random weights, and MLPs that give them nearly the same number of parameters.
-Decode: rows generate 32 tokens behind prompts of 16, in turns. Prefixes: the same requests with the
-prefix cache on and off, in turns, each time with an empty cache: a group of 16 samples of one
-prompt, and episodes of four turns whose next prompt is all of the last one and new tokens. Memory:
-what engines of both shapes plan for 64 requests of 32,768 tokens; nothing is allocated for it.
+Both models have random weights, and MLPs that give them the same number of parameters. Decode: rows
+generate 32 tokens behind prompts of 16, and 64 rows behind prompts of 512 that the prefix cache
+holds, in turns. Prefixes: the same requests with the prefix cache on and off, in turns, each time
+with an empty cache: a group of 16 samples of one prompt, and episodes of four turns whose next
+prompt is all of the last one and new tokens. Memory: what engines of both shapes plan for 64
+requests of 32,768 tokens; nothing is allocated for it.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def sizes(*, is_quick: bool) -> Sizes:
     hybrid = dataclasses.replace(
         dense,
         architecture="Qwen3_5ForCausalLM",
-        intermediate_size=5 * width // 2,
+        intermediate_size=2 * width if is_quick else 1952,
         num_heads=width // 128 or 1,
         num_kv_heads=1 if is_quick else 2,
         head_dim=2 * dim,
@@ -106,17 +107,20 @@ def random_prompts(model: ModelConfig, count: int, length: int) -> list[list[int
 
 
 def measure_decode(size: Sizes, num_pairs: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of decoding, by number of rows."""
+    """Seconds of decoding, by number of rows and length of their prompts."""
     params = SamplingParams(temperature=0, max_new_tokens=size.num_tokens, ignore_eos=True)
     engines = {"dense": engine_of(size.dense), "hybrid": engine_of(size.hybrid)}
 
-    def run(name: str, rows: int) -> Callable[[], object]:
-        return generating(engines[name], random_prompts(size.dense, rows, 16), params)
+    def run(name: str, rows: int, length: int) -> Callable[[], object]:
+        return generating(engines[name], random_prompts(size.dense, rows, length), params)
 
+    cases = [*((rows, 16) for rows in NUM_ROWS), (NUM_ROWS[-1], size.prompt)]
     try:
         return {
-            f"{rows} rows": take_turns({name: run(name, rows) for name in engines}, num_pairs)
-            for rows in NUM_ROWS
+            f"{rows} rows behind {length} tokens": take_turns(
+                {name: run(name, rows, length) for name in engines}, num_pairs
+            )
+            for rows, length in cases
         }
     finally:
         for engine in engines.values():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.exactness import kv_cache
+from benchmarks.exactness import rounding
 from benchmarks.hardware import shared_bytes
 from benchmarks.interruption import interruptions
 from benchmarks.throughput import (
@@ -78,7 +78,8 @@ def test_the_sampling_table(tmp_path):
 @pytest.mark.soak
 def test_hybrids(tmp_path):
     data = written(hybrid.main, tmp_path, "hybrid", "--pairs", "1")
-    assert list(data["decode"]) == ["1 rows", "8 rows", "64 rows"]
+    behind = [(1, 16), (8, 16), (64, 16), (64, 64)]
+    assert list(data["decode"]) == [f"{rows} rows behind {n} tokens" for rows, n in behind]
     # All samples begin with one prompt of 64 tokens, the last of which is no prefill's.
     assert data["prefilled"]["group of 16"] == {"cache off": 16 * 63, "cache on": 63}
     assert data["memory"]["dense"]["states"] == 0 < data["memory"]["hybrid"]["states"]
@@ -100,9 +101,9 @@ def test_shared_bytes(tmp_path):
 
 @pytest.mark.soak
 def test_rounded_keys(tmp_path):
-    data = written(kv_cache.main, tmp_path, "kv_cache", "--pairs", "1")
-    assert list(data["engines"]) == list(kv_cache.ENGINES)
+    data = written(rounding.main, tmp_path, "rounding", "--pairs", "1")
+    assert list(data["rollouts"]) == list(rounding.ROLLOUTS)
     assert [list(each) for each in data["seconds"].values()] == [
-        [kv_cache.BASE, kv_cache.INT8_KEYS]
+        [rounding.BASE, rounding.INT8_KEYS]
     ]
-    assert all(each["tokens"] for each in data["engines"].values())
+    assert all(each["tokens"] for each in data["rollouts"].values())
