@@ -132,6 +132,29 @@ def test_a_rollout_that_matches_differs_by_nothing(make_rollout, model, other_mo
     assert set(report_of(rollout, other_model).rows_off()) == set(range(len(PROMPTS)))
 
 
+def test_sequences_outside_the_bounds_of_a_mask_are_counted():
+    means = np.array([0.0, 0.0015, 0.0025, -0.0005, -0.0011])
+    spread = np.array([0.3, -0.3, 0.1, -0.1, 9.0])  # the last token is not compared
+    is_compared = np.arange(5)[None] < np.full((5, 1), 4)
+    sampler = np.full((5, 5), -2.0, np.float32)
+    report = MismatchReport(
+        tokens=np.ones((5, 5), np.int32),
+        sampler=np.where(is_compared, sampler, 0),
+        trainer=np.where(is_compared, sampler + means[:, None] + spread, 0).astype(np.float32),
+        is_compared=is_compared,
+        weight_versions=(0,),
+        dtype="bfloat16",
+        logprobs_mode="trainer_logprobs",
+        temperature=1.0,
+        pad_rows=(),
+    )
+    np.testing.assert_allclose(report.sequence_ratios, np.exp(means), rtol=1e-6)
+    assert report.share_outside() == pytest.approx(2 / 5)
+    assert report.share_outside(0.9, 1.1) == 0
+    assert "0.998901 to 1.002503, 40.0% outside [0.999, 1.002]" in str(report)
+    assert report.to_dict()["share_outside"] == report.share_outside()
+
+
 # ------------------------------------------------------------------ planted faults
 
 

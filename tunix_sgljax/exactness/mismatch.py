@@ -33,6 +33,9 @@ values: 1,536 tokens of SmolLM2-135M differed by 0.41 at most.
 QUANTILES = (0.0, 0.01, 0.5, 0.99, 1.0)
 """Reported quantiles of the importance ratios."""
 
+SEQUENCE_BOUNDS = (0.999, 1.002)
+"""Bounds of a sequence's mean importance ratio within which sequence-level masks keep it."""
+
 
 class WorstToken(NamedTuple):
     """The token whose log-probs differ most, at its prompt's row and place in the completion."""
@@ -164,6 +167,20 @@ class MismatchReport:
         return Statistics.of(sampler.astype(np.float64), trainer.astype(np.float64))
 
     @property
+    def sequence_ratios(self) -> np.ndarray:
+        """The geometric mean of each row's importance ratios; 1 where none is compared. [B]."""
+        sampler, trainer = self.sampler.astype(np.float64), self.trainer.astype(np.float64)
+        total = np.where(self.is_compared, trainer - sampler, 0.0).sum(axis=1)
+        return np.exp(total / np.maximum(self.is_compared.sum(axis=1), 1))
+
+    def share_outside(
+        self, low: float = SEQUENCE_BOUNDS[0], high: float = SEQUENCE_BOUNDS[1]
+    ) -> float:
+        """The share of sequences that a mask with these bounds of `sequence_ratios` leaves out."""
+        ratios = self.sequence_ratios
+        return float(1 - ((ratios >= low) & (ratios <= high)).mean())
+
+    @property
     def worst(self) -> WorstToken:
         """The token that differs most; NaN counts as the largest difference."""
         gaps = np.where(np.isnan(self.difference), np.inf, self.difference)
@@ -227,11 +244,14 @@ class MismatchReport:
             "lora": None if self.lora is None else self.lora._asdict(),
             "quantiles": list(QUANTILES),
             "overall": self.overall.to_dict(),
+            "sequence_ratios": self.sequence_ratios.tolist(),
+            "share_outside": self.share_outside(),
             "worst": self.worst._asdict(),
         }
 
     def __str__(self) -> str:
         all_tokens, worst, off = self.overall, self.worst, self.rows_off()
+        sequences = self.sequence_ratios
         ratios = "  ".join(f"{ratio:.6f}" for ratio in all_tokens.ratio_quantiles)
         verdict = "within" if not off else "BEYOND"
         lines = [
@@ -242,6 +262,8 @@ class MismatchReport:
             f"  |difference|      max {all_tokens.max_abs:.3e}   mean {all_tokens.mean_abs:.3e}",
             f"  KL estimates      k1 {all_tokens.k1:+.3e}   k3 {all_tokens.k3:.3e}",
             f"  importance ratio  {ratios}  (min, 1 %, 50 %, 99 %, max)",
+            f"  sequence ratios   {sequences.min():.6f} to {sequences.max():.6f}, "
+            f"{self.share_outside():.1%} outside [{SEQUENCE_BOUNDS[0]}, {SEQUENCE_BOUNDS[1]}]",
             f"  worst token       row {worst.row}, position {worst.position}, id {worst.token_id}: "
             f"sampler {worst.sampler:.6f}, trainer {worst.trainer:.6f}",
         ]

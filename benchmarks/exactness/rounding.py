@@ -1,11 +1,11 @@
-"""How far log-probs of an engine with rounded keys or weights are from the exact ones; its speed.
+"""What rounded weights, keys and values do to the log-probs and texts of a real model.
 
-    python benchmarks/exactness/kv_cache.py            # SmolLM2-135M, 10 minutes on 2 cores
-    python benchmarks/exactness/kv_cache.py --quick    # a tiny model, a smoke test
+    python benchmarks/exactness/rounding.py            # SmolLM2-135M, half an hour on 2 cores
+    python benchmarks/exactness/rounding.py --quick    # a tiny model, a smoke test
 
-- Each engine samples completions at temperature 1, and one in float32 scores the same tokens: the
-  trainer's part. Log-ratios are the latter's log-probs minus the sampler's; the mean of a sequence
-  is within when its exponential is in [0.999, 1.002], as sequence-level masks ask.
+- Each rollout samples completions at temperature 1, and Tunix's trainer scores the same tokens in
+  float32. Sequence-level masks of the importance ratio keep what lies within [0.999, 1.002]: the
+  share outside is counted of each sequence's mean log-ratio.
 - Perplexity of texts that are there anyway: topics of the reference of the Python language.
 - Seconds in which the attention of one layer writes a token a row and reads the keys before it, by
   the CPU kernels, of 64 rows with pages in no order.
@@ -24,31 +24,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from transformers import AutoTokenizer
+from tunix.rl.rollout.base_rollout import RolloutConfig
 
+from benchmarks.lib.models import load_tunix_model, make_tunix_model
 from benchmarks.lib.reporting import ROOT, make_parser, output_dir, write_results
-from benchmarks.lib.shapes import MODELS
+from benchmarks.lib.shapes import MODELS, PAD_ID, IdTokenizer
 from benchmarks.lib.turns import speed_table, take_turns
-from sgljax_engine import Engine, SamplingParams
 from sgljax_engine.attention.base import AttentionOptions, BlockTables, NewTokens
 from sgljax_engine.attention.cpu import NativeAttention
 from sgljax_engine.cache.kv_pages import LayerKV, PageLayout
+from tunix_sgljax import SglJaxRollout, mismatch_report
+from tunix_sgljax.exactness.mismatch import SEQUENCE_BOUNDS
 
 sys.path.insert(0, str(ROOT / "examples"))
 
 from get_smollm2 import get_smollm2
+from smollm2_as_qwen2 import as_qwen2
 
 BASE = "float32"
 INT8_KEYS = "int8 keys and values"
-ENGINES: dict[str, dict[str, Any]] = {
+ROLLOUTS: dict[str, dict[str, Any]] = {
     BASE: {},
+    "float32, trainer_match": {"logprobs_mode": "trainer_match"},
     INT8_KEYS: {"kv_cache_dtype": "int8"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8 weights": {"quantization": "int8"},
     "int8 weights, keys and values": {"quantization": "int8", "kv_cache_dtype": "int8"},
 }
-WITHIN = (0.999, 1.002)
-"""Bounds of the exponential of a sequence's mean log-ratio."""
-
 _PAGE_SIZE = 16
 _STEPS = 4
 """Calls in a measurement of speed."""
@@ -71,65 +73,47 @@ LAYERS = {
 
 
 class Workload:
-    """Sizes, and the texts as token ids."""
+    """Sizes, the trainer's model, and prompts and texts."""
 
     def __init__(self, folder: Path | None) -> None:
         """Takes the folder of a model, or None for the tiny one."""
-        self.folder = folder
-        self.num_rows, self.prompt, self.new, self.text = 32, 64, 64, 128
+        self.num_rows, self.prompt, self.new, self.text = 64, 48, 128, 128
+        self.bad: list[int] = []
         if folder is None:
-            self.num_rows, self.prompt, self.new, self.text = 8, 16, 16, 32
+            self.num_rows, self.prompt, self.new, self.text = 4, 16, 8, 32
+            self.model: Any = make_tunix_model(MODELS["tiny"].config)
+            self.tokenizer: Any = IdTokenizer()
+            self.bad = [PAD_ID]
             ids = np.random.default_rng(0).integers(1, 1000, 4096).tolist()
         else:
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            ids = tokenizer.encode("\n".join(topics[name] for name in sorted(topics)))
+            self.model = load_tunix_model(as_qwen2(folder), "float32")
+            self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self.tokenizer.pad_token = "<|endoftext|>"  # see configs/grpo_reasoning.yaml
+            ids = self.tokenizer.encode("\n".join(topics[name] for name in sorted(topics)))
         starts = np.linspace(0, len(ids) - self.text - 1, self.num_rows).astype(int)
         self.texts = [ids[start : start + self.text] for start in starts]
+        # A text's first tokens may be encoded as a few more.
+        self.prompts = [self.tokenizer.decode(text[: self.prompt - 8]) for text in self.texts]
 
-    def engine(self, name: str) -> Engine:
-        """One of `ENGINES`."""
-        options: dict[str, Any] = {
-            "max_running_requests": self.num_rows,
-            "max_model_len": max(self.prompt + self.new, self.text) + 16,
-            "dtype": "float32",
-            **ENGINES[name],
-        }
-        if self.folder is not None:
-            return Engine(self.folder, **options)
-        config = MODELS["tiny"].config
-        return Engine(model_config=config, load_format="dummy", **options)
-
-
-def completions(engine: Engine, work: Workload) -> list[tuple[list[int], np.ndarray]]:
-    """Tokens, behind the prompts' own, and the sampler's log-probs of them."""
-    prompts = [text[: work.prompt] for text in work.texts]
-    params = [
-        SamplingParams(temperature=1.0, max_new_tokens=work.new, ignore_eos=True, seed=row)
-        for row in range(work.num_rows)
-    ]
-    outs = engine.generate_requests(prompts, params)
-    return [
-        (prompt + out.output_ids, np.asarray(out.logprobs, np.float64))
-        for prompt, out in zip(prompts, outs, strict=True)
-    ]
-
-
-def distances(sampled: Sequence[tuple[list[int], np.ndarray]], scores: Sequence[Any]) -> Any:
-    """Statistics of the log-ratios of sampled tokens."""
-    rows = [
-        np.asarray(score, np.float64) - own for (_, own), score in zip(sampled, scores, strict=True)
-    ]
-    ratios, means = np.concatenate(rows), np.exp([row.mean() for row in rows])
-    is_within = (means >= WITHIN[0]) & (means <= WITHIN[1])
-    return {
-        "tokens": ratios.size,
-        "max": float(np.abs(ratios).max()),
-        "mean": float(np.abs(ratios).mean()),
-        "k3": float((np.expm1(ratios) - ratios).mean()),
-        "quantiles": np.exp(np.quantile(ratios, [0.01, 0.99])).tolist(),
-        "sequence_means": [float(means.min()), float(means.max())],
-        "share_outside": float(1 - is_within.mean()),
-    }
+    def rollout(self, name: str) -> SglJaxRollout:
+        """One of `ROLLOUTS`."""
+        config = RolloutConfig(
+            max_tokens_to_generate=self.new,
+            max_prompt_length=self.prompt,
+            temperature=1.0,
+            top_p=1.0,
+            seed=jax.random.key(0),
+            kv_cache_size=max(self.prompt + self.new, self.text) + 16,
+            return_logprobs=True,
+        )
+        return SglJaxRollout(
+            rollout_actor=self.model,
+            tokenizer=self.tokenizer,
+            rollout_config=config,
+            sampling_params={"bad_token_ids": self.bad},
+            max_running_requests=self.num_rows,
+            **ROLLOUTS[name],
+        )
 
 
 def attention_seconds(sizes: AttentionSizes, num_turns: int) -> dict[str, dict[str, list[float]]]:
@@ -174,20 +158,43 @@ def _attending(sizes: AttentionSizes, length: int, *, is_int8: bool) -> Callable
     return run
 
 
+def measure(work: Workload, name: str) -> dict[str, Any]:
+    """Log-probs against the trainer's, and perplexity."""
+    rollout = work.rollout(name)
+    try:
+        report = mismatch_report(rollout, work.model, work.prompts, batch_size=16)
+        memory = rollout.engine.get_internal_state().memory
+        scores = rollout.engine.score(work.texts)
+    finally:
+        rollout.close()
+    found, ratios = report.overall, report.sequence_ratios
+    return {
+        "kv_bytes": memory.kv_bytes // memory.kv_tokens,
+        "perplexity": float(np.exp(-np.concatenate([np.asarray(row) for row in scores]).mean())),
+        "tokens": found.num_tokens,
+        "max": found.max_abs,
+        "mean": found.mean_abs,
+        "k3": found.k3,
+        "quantiles": [float(found.ratio_quantiles[at]) for at in (1, 3)],
+        "sequence_ratios": [float(ratios.min()), float(ratios.max())],
+        "share_outside": report.share_outside(),
+    }
+
+
 def table(found: dict[str, Any]) -> list[str]:
-    """A line an engine."""
+    """A line a rollout."""
     lines = [
-        "| engine | KV bytes a token | perplexity | max | mean | k3 | ratios, 1 % to 99 % | "
-        "sequences' mean ratios | outside |",
-        "|---|---:|---:|---:|---:|---:|---|---|---:|",
+        "| rollout | KV bytes a token | perplexity | tokens | max | mean | k3 | "
+        "ratios, 1 % to 99 % | sequences' ratios | outside |",
+        "|---|---:|---:|---:|---:|---:|---:|---|---|---:|",
     ]
     for name, each in found.items():
         low, high = each["quantiles"]
-        first, last = each["sequence_means"]
+        first, last = each["sequence_ratios"]
         lines.append(
-            f"| {name} | {each['kv_bytes']:,} | {each['perplexity']:.4f} | {each['max']:.2e} | "
-            f"{each['mean']:.2e} | {each['k3']:.1e} | {low:.4f} to {high:.4f} | "
-            f"{first:.5f} to {last:.5f} | {each['share_outside']:.1%} |"
+            f"| {name} | {each['kv_bytes']:,} | {each['perplexity']:.4f} | {each['tokens']:,} | "
+            f"{each['max']:.2e} | {each['mean']:.2e} | {each['k3']:.1e} | "
+            f"{low:.4f} to {high:.4f} | {first:.6f} to {last:.6f} | {each['share_outside']:.1%} |"
         )
     return lines
 
@@ -197,21 +204,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__, pairs=5)
     args = parser.parse_args(argv)
     work = Workload(None if args.quick else get_smollm2())
-    texts = [text[: work.text] for text in work.texts]
-    found, sampled = {}, {}
-    for name in ENGINES:
-        with work.engine(name) as engine:
-            sampled[name] = completions(engine, work)
-            memory = engine.get_internal_state().memory
-            mean = np.concatenate([np.asarray(row) for row in engine.score(texts)]).mean()
-        found[name] = {
-            "kv_bytes": memory.kv_bytes // memory.kv_tokens,
-            "perplexity": float(np.exp(-mean)),
-        }
-    with work.engine(BASE) as engine:
-        for name, each in sampled.items():
-            scores = engine.score([ids for ids, _ in each], 1.0, [work.prompt] * work.num_rows)
-            found[name] |= distances(each, scores)
+    found = {name: measure(work, name) for name in ROLLOUTS}
     layers = {"2/1 heads of 16": AttentionSizes(4, 2, 1, 16, (32,))} if args.quick else LAYERS
     seconds = {
         f"{name}, {label}": each
@@ -220,11 +213,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     model = "a tiny random model" if args.quick else "SmolLM2-135M-Instruct"
     write_results(
-        output_dir(args) / "kv_cache.md",
-        "Keys and values of 8 bits",
-        "benchmarks/exactness/kv_cache.py",
+        output_dir(args) / "rounding.md",
+        "Rounded weights, keys and values",
+        "benchmarks/exactness/rounding.py",
         [
-            "## Log-probs of sampled tokens against float32's",
+            "## Log-probs of sampled tokens against Tunix's trainer in float32",
             "",
             *table(found),
             "",
@@ -232,11 +225,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             "",
             *speed_table(seconds, BASE),
         ],
-        {"engines": found, "seconds": seconds},
+        {"rollouts": found, "seconds": seconds},
         facts=[
-            f"{model}; {work.num_rows} completions of {work.new} tokens behind prompts of "
-            f"{work.prompt}; perplexity of {work.num_rows} texts of {work.text} tokens",
-            f"outside: sequences whose mean ratio is not in [{WITHIN[0]}, {WITHIN[1]}]",
+            f"{model}; {work.num_rows} completions of at most {work.new} tokens behind prompts of "
+            f"{work.prompt}; perplexity of as many texts of {work.text} tokens",
+            "sequences' ratios: exp of a sequence's mean log-ratio; outside: not within "
+            f"[{SEQUENCE_BOUNDS[0]}, {SEQUENCE_BOUNDS[1]}]",
         ],
     )
 
