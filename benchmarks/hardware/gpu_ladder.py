@@ -6,9 +6,10 @@ Rungs, in order of worth: which JAX runs, and one kernel; the engine with XLA's 
 attention kernel; attention from projections on, with norms, rotary embedding and cache write in its
 kernel; gates in their products; residuals in theirs; rollouts beside Tunix's sampler; weight sync,
 sleep and wake; log-probs beside the trainer's; an MLP alone, by tiles; the workload of nano-vllm's
-bench.py; prefill; int8; dispatches of more steps; samples with top-p, which sort;
-cuBLAS and JAX's own products for Hopper GPUs in place of Triton's; XLA's command buffers over loops
-and branches too, and without any. `gpu_rungs.RUNGS` has them all.
+bench.py, and of kvcached; a whole training with GRPO; prefill; int8; dispatches of more steps;
+samples with top-p, which sort; a hybrid and experts beside a dense model; cuBLAS and JAX's own
+products for Hopper GPUs in place of Triton's; XLA's command buffers over loops and branches too,
+and without any. `gpu_rungs.RUNGS` has them all.
 
 Each rung is checked before it is timed: greedy log-probs against those of XLA's code, as far as
 the tokens agree, and products against XLA's. One beyond its tolerance is reported as wrong and not

@@ -21,7 +21,8 @@ from benchmarks.hardware.gpu_sizes import Sizes
 from benchmarks.lib.models import make_tunix_model
 from benchmarks.lib.shapes import IdTokenizer
 from benchmarks.lib.turns import timed
-from sgljax_engine import SamplingParams
+from benchmarks.throughput import hybrid
+from sgljax_engine import MoEConfig, SamplingParams
 from sgljax_engine.attention import pallas
 from sgljax_engine.builder import backends
 from sgljax_engine.kernels.gpu import linear
@@ -81,6 +82,8 @@ RUNGS = {
     "log-probs beside the trainer's": Rung(measure="mismatch"),
     "an MLP alone, by tiles": Rung(measure="tiles"),
     "bench.py's workload": Rung(measure="bench"),
+    "kvcached's workload": Rung(measure="served"),
+    "a whole training with GRPO": Rung(measure="grpo"),
     "prefill": Rung(measure="prefill"),
     "bench.py's workload, base": Rung(fused=None, measure="bench"),
     "prefill, base": Rung(fused=None, measure="prefill"),
@@ -92,6 +95,7 @@ RUNGS = {
     "256 steps a dispatch": Rung(steps=256),
     "an MLP alone in int8, by tiles": Rung(quantization="int8", measure="tiles"),
     "samples with top-p": Rung(top_p=0.95),
+    "a hybrid and experts beside a dense model": Rung(measure="kinds"),
     "an MLP alone, by cuBLAS and JAX's Hopper products": Rung(flags=CUBLAS, measure="hopper"),
     "an MLP alone in int8, by JAX's Hopper products": Rung(
         flags=CUBLAS, quantization="int8", measure="hopper"
@@ -226,19 +230,29 @@ class Ladder:
 
     def bench(self, rung: Rung) -> dict[str, Any]:
         """nano-vllm's bench.py: inputs and outputs uniform in a range, all at once."""
-        sizes, rng = self.sizes, np.random.default_rng(0)
+        sizes = self.sizes
         low, high = sizes.bench_lengths
-        lengths = rng.integers(low, high + 1, (2, sizes.bench_requests)).tolist()
-        vocab = sizes.model.vocab_size
+        lengths = np.random.default_rng(0).integers(low, high + 1, (2, sizes.bench_requests))
+        return self._at_once(rung, lengths, 2 * high)
+
+    def served(self, rung: Rung) -> dict[str, Any]:
+        """The workload of kvcached's issue 331: all requests of one length, all at once."""
+        inputs, outputs = self.sizes.served_lengths
+        lengths = np.repeat([[inputs], [outputs]], self.sizes.served_requests, axis=1)
+        return self._at_once(rung, lengths, inputs + outputs + 1)
+
+    def _at_once(self, rung: Rung, lengths: np.ndarray, max_model_len: int) -> dict[str, Any]:
+        """Tokens a second of random requests with these inputs and outputs, int [2, N]."""
+        rng, vocab = np.random.default_rng(1), self.sizes.model.vocab_size
         prompts = [rng.integers(1, vocab, length).tolist() for length in lengths[0]]
-        params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in lengths[1]]
-        rows = sizes.bench_requests
+        params = [SamplingParams(max_new_tokens=int(n), ignore_eos=True) for n in lengths[1]]
+        rows = len(prompts)
         rollout = self.rollout(
             rung,
-            max_model_len=2 * high,
+            max_model_len=max_model_len,
             rows=rows,
             buckets=tuple(sorted({max(rows // 4, 1), max(rows // 2, 1)} - {rows})),
-            num_kv_tokens=sum(map(sum, lengths)) + 32 * rows,
+            num_kv_tokens=int(lengths.sum()) + 32 * rows,
         )
         try:
             first = timed(lambda: rollout.engine.generate_requests(prompts, params))
@@ -246,7 +260,44 @@ class Ladder:
             took = timed(lambda: rollout.engine.generate_requests(prompts, params))
         finally:
             rollout.close()
-        return {"tokens/s": sum(lengths[1]) / took, "seconds": took, "first run, s": first}
+        num_tokens = int(lengths[1].sum())
+        return {"tokens/s": num_tokens / took, "seconds": took, "first run, s": first}
+
+    def kinds(self, rung: Rung) -> dict[str, Any]:
+        """Tokens a second of decode, of models of other kinds and about one size."""
+        sizes, shapes = self.sizes, hybrid.sizes(is_quick=self.is_smoke)
+        width, found = shapes.dense.intermediate_size, dict[str, Any]()
+        experts = dataclasses.replace(
+            shapes.dense,
+            architecture="Qwen3MoeForCausalLM",
+            moe=MoEConfig(
+                num_experts=8,
+                num_experts_per_token=2,
+                intermediate_size=width // 4,
+                norm_topk_prob=True,
+            ),
+        )
+        models = {"dense": shapes.dense, "hybrid": shapes.hybrid, "experts": experts}
+        for name, model in models.items():
+            with hybrid.engine_of(
+                model,
+                dtype="bfloat16",
+                attention_backend=use(rung.fused, is_smoke=self.is_smoke),
+                linear_backend="xla",
+                num_kv_tokens=hybrid.NUM_ROWS[-1] * (shapes.prompt + sizes.num_steps + 32),
+            ) as engine:
+                prompts = hybrid.random_prompts(model, hybrid.NUM_ROWS[-1], shapes.prompt)
+                took = [
+                    timed(
+                        lambda n=new, engine=engine, prompts=prompts: engine.generate_requests(
+                            prompts, SamplingParams(max_new_tokens=n, ignore_eos=True)
+                        )
+                    )
+                    for new in (1, sizes.num_steps + 1) * (sizes.repeats + 1)
+                ]
+            once, full = (float(np.median(took[at + 2 :: 2])) for at in (0, 1))
+            found[f"{name}, tokens/s"] = hybrid.NUM_ROWS[-1] * sizes.num_steps / (full - once)
+        return found
 
     def prefill(self, rung: Rung) -> dict[str, Any]:
         """Attention kernels alone; prompt tokens a second of a lone prompt with its one token."""
@@ -323,6 +374,9 @@ MEASUREMENTS: dict[str, Callable[[Ladder, Rung], dict[str, Any]]] = {
     "interruptions": gpu_training.interruptions,
     "mismatch": gpu_training.mismatch,
     "bench": Ladder.bench,
+    "served": Ladder.served,
+    "kinds": Ladder.kinds,
+    "grpo": gpu_training.grpo,
     "prefill": Ladder.prefill,
     "tiles": Ladder.products,
     "hopper": Ladder.products,

@@ -21,6 +21,9 @@ class Sizes:
         check_tokens: Greedy tokens of each row that are compared.
         rollout: Sizes of the workload `rl_longtail`.
         bench_requests, bench_lengths: Of bench.py's workload: inputs and outputs.
+        served_requests, served_lengths: Of kvcached's workload: tokens of each input and output.
+        grpo_prompts, grpo_group, grpo_tokens: Of a training: prompts a step, completions of each,
+            tokens of a prompt and of a completion.
         prefill_tokens: Prompt lengths.
         tile_rows: Rows of an MLP alone, by tiles.
         hopper_rows: Likewise, by JAX's products.
@@ -35,6 +38,11 @@ class Sizes:
     rollout: workloads.Sizes = _LONG_ANSWERS
     bench_requests: int = 256
     bench_lengths: tuple[int, int] = (100, 1024)
+    served_requests: int = 500
+    served_lengths: tuple[int, int] = (512, 128)
+    grpo_prompts: int = 16
+    grpo_group: int = 8
+    grpo_tokens: tuple[int, int] = (256, 512)
     prefill_tokens: tuple[int, ...] = (512, 2048)
     tile_rows: tuple[int, ...] = (128, 64)
     hopper_rows: tuple[int, ...] = (64, 128, 256)
@@ -62,6 +70,11 @@ class Sizes:
             rollout=workloads.QUICK,
             bench_requests=3,
             bench_lengths=(4, 8),
+            served_requests=3,
+            served_lengths=(8, 4),
+            grpo_prompts=1,
+            grpo_group=2,
+            grpo_tokens=(8, 4),
             prefill_tokens=(16,),
             tile_rows=(16,),
             hopper_rows=(16,),

@@ -97,8 +97,9 @@ def engine_of(model: ModelConfig, **options: Any) -> Engine:
         "max_running_requests": NUM_ROWS[-1],
         "batch_buckets": NUM_ROWS,
         "num_kv_tokens": 131_072,
+        "dtype": "float32",
     }
-    return Engine(model_config=model, load_format="dummy", dtype="float32", **given | options)
+    return Engine(model_config=model, load_format="dummy", **given | options)
 
 
 def random_prompts(model: ModelConfig, count: int, length: int) -> list[list[int]]:
