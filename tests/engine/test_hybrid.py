@@ -9,6 +9,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -24,6 +25,8 @@ from sgljax_engine import (
 )
 from sgljax_engine.cache.layer_states import state_bytes
 from sgljax_engine.config import DRAFTERS
+from sgljax_engine.layers import delta_net, kernels
+from sgljax_engine.layers.kernels import XlaKernels
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ParamKind
 from sgljax_engine.placement.submeshes import check_divides, place
@@ -54,6 +57,21 @@ SLOW = ("qwen3_next_grouped",)
 """With `FAST`, one of each class but for experts; the others are of the soak."""
 PARAMS = SamplingParams(temperature=0, max_new_tokens=64, ignore_eos=True)
 OPTIONS: dict[str, Any] = {**SMALL, "dtype": "float32"}
+
+
+@dataclasses.dataclass(frozen=True)
+class InSlots(XlaKernels):
+    """Steps states in their slots, as the kernel for TPUs does."""
+
+    def steps_in_slots(self, states):
+        return True
+
+    def delta_step(self, states, heads, decay, rate, slots=None):
+        assert slots is not None
+        rows = jnp.take(states, slots, axis=0, mode="clip")
+        rows = jnp.where(jnp.isneginf(decay)[..., None, None], 0.0, rows)
+        new, out = delta_net.token_step(rows, heads, decay, rate)
+        return states.at[slots].set(new, mode="drop"), out
 
 
 def make_engine(folder: Path, **options: Any) -> Engine:
@@ -309,3 +327,24 @@ def test_random_weights(small):
 def test_interrupt_machine():
     """Runs the machine that models without states have, with few slots for states."""
     run_python("-W", "ignore", "-m", "tests.engine.hybrid_machine", 500, 60, num_devices=1)
+
+
+def test_states_stepped_in_their_slots_give_the_same(monkeypatch):
+    """Rows that end and begin within dispatches, the latter with one token in a slot just freed."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 100, size).tolist() for size in (5, 30, 17, 1, 1, 40, 23, 31, 1)]
+    params = [dataclasses.replace(PARAMS, max_new_tokens=3 + 5 * i) for i in range(len(prompts))]
+    found, traced = [], []
+    step = InSlots.delta_step
+    monkeypatch.setattr(
+        InSlots, "delta_step", lambda self, *args: traced.append(1) or step(self, *args)
+    )
+    for backend in (XlaKernels, InSlots):
+        monkeypatch.setattr(kernels, "XlaKernels", backend)
+        with make_engine(GOLDEN / FAST[0], linear_backend="xla", num_state_slots=4) as engine:
+            found.append(engine.generate_requests(prompts, params))
+            assert_idle(engine)
+    assert traced
+    for plain, in_slots in zip(*found, strict=True):
+        assert plain.output_ids == in_slots.output_ids
+        np.testing.assert_allclose(plain.logprobs, in_slots.logprobs, atol=1e-5)

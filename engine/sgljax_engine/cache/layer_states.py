@@ -19,7 +19,7 @@ from sgljax_engine.model_config import LinearAttentionConfig
 
 
 class LayerState(NamedTuple):
-    """One layer's states; in a decode dispatch, those of its rows.
+    """One layer's states; in a decode dispatch, those of its rows, or the pool's matrices.
 
     Shape: conv: [num_slots, W - 1, C] float32. matrix: [num_slots, V, h, d] float32. The legend is
         that of `layers.delta_net`.
@@ -106,20 +106,39 @@ def verify_state(
 
 
 def gather_states(
-    states: tuple[LayerState, ...], slots: jax.Array, positions: jax.Array
+    states: tuple[LayerState, ...], slots: jax.Array, positions: jax.Array, *, in_slots: bool
 ) -> tuple[LayerState, ...]:
-    """The states of rows [B], from their slots; zeros for rows at the first position."""
+    """The states of rows [B], from their slots; zeros for rows at the first position.
+
+    With `in_slots` matrices stay in the pool, and only inputs of convolutions are those of rows.
+    """
 
     def gather(x: jax.Array) -> jax.Array:
         found = jnp.take(x, slots, axis=0, mode="clip")
         is_first = (positions == 0).reshape(-1, *(1,) * (x.ndim - 1))
         return jnp.where(is_first, 0.0, found)
 
+    if in_slots:
+        return tuple(state._replace(conv=gather(state.conv)) for state in states)
     return jax.tree.map(gather, states)
 
 
 def scatter_states(
-    states: tuple[LayerState, ...], rows: tuple[LayerState, ...], slots: jax.Array
+    states: tuple[LayerState, ...],
+    rows: tuple[LayerState, ...],
+    slots: jax.Array,
+    *,
+    in_slots: bool = False,
 ) -> tuple[LayerState, ...]:
-    """Writes the states of rows to their slots; drops those of slots beyond the pool."""
-    return jax.tree.map(lambda x, new: x.at[slots].set(new, mode="drop"), states, rows)
+    """Writes the states of rows to their slots; drops those of slots beyond the pool.
+
+    With `in_slots` the matrices in `rows` are the pool's, as of `gather_states`.
+    """
+
+    def scatter(x: jax.Array, new: jax.Array) -> jax.Array:
+        return x.at[slots].set(new, mode="drop")
+
+    if in_slots:
+        pairs = zip(states, rows, strict=True)
+        return tuple(new._replace(conv=scatter(old.conv, new.conv)) for old, new in pairs)
+    return jax.tree.map(scatter, states, rows)

@@ -151,10 +151,28 @@ class Kernels(Protocol):
         """
         ...
 
+    def steps_in_slots(self, states: jax.Array) -> bool:
+        """Whether `delta_step` changes states where they are, in the slots of a pool."""
+        ...
+
     def delta_step(
-        self, state: jax.Array, heads: Heads, decay: jax.Array, rate: jax.Array
+        self,
+        states: jax.Array,
+        heads: Heads,
+        decay: jax.Array,
+        rate: jax.Array,
+        slots: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """The delta rule for one token of each row, see `delta_net.token_step`."""
+        """The delta rule for one token of each row, see `delta_net.token_step`.
+
+        Args:
+            states: Those of the rows; with `slots` the pool that they are in.
+            heads: Of the tokens.
+            decay: [B, V]; -inf for states that begin with the token.
+            rate: [B, V].
+            slots: [B] int32, beyond the pool for rows that are to be skipped. Only where
+                `steps_in_slots` is true.
+        """
         ...
 
 
@@ -238,12 +256,21 @@ class XlaKernels:
         assert isinstance(weights, jax.Array)
         return lax.dot_general(x, weights, (((2,), (1,)), ((1,), (0,)))).swapaxes(0, 1)
 
+    def steps_in_slots(self, states: jax.Array) -> bool:
+        return self.heads is not None and self.heads.serves_states(states)
+
     def delta_step(
-        self, state: jax.Array, heads: Heads, decay: jax.Array, rate: jax.Array
+        self,
+        states: jax.Array,
+        heads: Heads,
+        decay: jax.Array,
+        rate: jax.Array,
+        slots: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        if self.heads is not None and self.heads.serves_states(state):
-            return self.heads.delta_step(state, heads, decay, rate)
-        return delta_net.token_step(state, heads, decay, rate)
+        if slots is None:
+            return delta_net.token_step(states, heads, decay, rate)
+        assert self.heads is not None
+        return self.heads.delta_step(states, heads, decay, rate, slots)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,10 +354,20 @@ class CpuKernels:
         out = self.ragged_linear(weights, rows, group_sizes)
         return out.reshape(num_heads, num_tokens, -1).swapaxes(0, 1)
 
+    def steps_in_slots(self, states: jax.Array) -> bool:
+        del states
+        return False
+
     def delta_step(
-        self, state: jax.Array, heads: Heads, decay: jax.Array, rate: jax.Array
+        self,
+        states: jax.Array,
+        heads: Heads,
+        decay: jax.Array,
+        rate: jax.Array,
+        slots: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        return delta_net.token_step(state, heads, decay, rate)
+        assert slots is None
+        return delta_net.token_step(states, heads, decay, rate)
 
     def net_heads(
         self, window: jax.Array, weight_CW: jax.Array, sizes: tuple[int, int, int]

@@ -60,17 +60,24 @@ class TpuHeads:
         return is_whole and all(size % LANES == 0 for size in sizes)
 
     def delta_step(
-        self, state: jax.Array, heads: Heads, decay: jax.Array, rate: jax.Array
+        self,
+        states: jax.Array,
+        heads: Heads,
+        decay: jax.Array,
+        rate: jax.Array,
+        slots: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        rows, num_heads, _, width = state.shape
+        rows, (_, num_heads, _, width) = len(slots), states.shape
         q, k = (jnp.repeat(x, num_heads // x.shape[1], axis=1) for x in (heads.q, heads.k))
         run = functools.partial(delta_step, interpret=self.interpret)
-        arguments = state, q, k, heads.v.reshape(rows, num_heads, width), jnp.exp(decay), rate
+        v = heads.v.reshape(rows, num_heads, width)
+        arguments = states, slots, q, k, v, jnp.exp(decay), rate
         if self.mesh is None:
             return run(*arguments)
         shards = P(None, kv_axes(self.mesh.shape, num_heads))
+        in_specs = shards, P(), *[shards] * 5
         return jax.shard_map(
-            run, mesh=self.mesh, in_specs=shards, out_specs=shards, check_vma=False
+            run, mesh=self.mesh, in_specs=in_specs, out_specs=shards, check_vma=False
         )(*arguments)
 
     def _num_shards(self, num_heads: int) -> int:

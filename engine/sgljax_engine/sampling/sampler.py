@@ -135,20 +135,22 @@ def _draw(
 
     everything = jnp.full_like(peak, -jnp.inf)
 
-    def filtered() -> tuple[jax.Array, jax.Array, jax.Array]:
+    def kept_weights(least: jax.Array) -> jax.Array:
+        return jnp.where(choices_BV < least[:, None], 0.0, weights_BV)
+
+    def filtered() -> tuple[jax.Array, jax.Array]:
         least = find_threshold(choices_BV, weights_BV, peak, filters, num_shards)
         if most is not None:
             least = drop_ties(choices_BV, least, most)
-        kept_BV = jnp.where(choices_BV >= least[:, None], weights_BV, 0.0)
         # The two sums may round differently, so the row decides which one it gets.
-        kept = jnp.where(is_filtering, sum_blocks(kept_BV, num_shards), all_weight)
-        return kept_BV, kept, least
+        sums = sum_blocks(kept_weights(least), num_shards)
+        return jnp.where(is_filtering, sums, all_weight), least
 
     def drawn() -> tuple[jax.Array, jax.Array, jax.Array]:
-        kept_BV, kept, least = lax.cond(
-            jnp.any(is_filtering), filtered, lambda: (weights_BV, all_weight, everything)
-        )
-        return race(kept_BV, rows.seed, rows.step, num_shards), kept, least
+        # Not the weights themselves, which would take memory in both branches and behind them.
+        kept, least = lax.cond(jnp.any(is_filtering), filtered, lambda: (all_weight, everything))
+        token = race(kept_weights(least), rows.seed, rows.step, num_shards)
+        return token, kept, least
 
     token, kept, least = lax.cond(
         jnp.all(is_greedy), lambda: (greedy, all_weight, everything), drawn

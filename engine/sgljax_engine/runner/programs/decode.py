@@ -42,7 +42,7 @@ from sgljax_engine.runner.programs.drafts import (
     num_leading,
 )
 from sgljax_engine.runner.programs.prefill import with_routed
-from sgljax_engine.runner.programs.recur import accept, row_recur, verify_recur
+from sgljax_engine.runner.programs.recur import RowSlots, accept, row_recur, verify_recur
 from sgljax_engine.sampling.allowed import AllowedBatch, forbid_others
 from sgljax_engine.sampling.guide import ENDLESS
 from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch
@@ -140,14 +140,19 @@ def decode(
 
     `step_limits` of the rows are tokens. Ends early when no row can continue, when `max_finished`
     rows have finished for good, or, with drafts, when a row's pages are full. Recurrent states of
-    the rows leave their slots for the time of the dispatch.
+    the rows leave their slots for the time of the dispatch, unless a kernel steps them there.
     """
     width = 1 if drafts is None else drafts.places.shape[0]
     runs = _find_runs(rows, width, options, static)
-    run = _Run(params, rows, sampling, options, drafts, static, runs)
+    in_slots = (
+        rows.state_slots is not None
+        and width == 1
+        and static.context.kernels.steps_in_slots(kv.states[0].matrix)
+    )
+    run = _Run(params, rows, sampling, options, drafts, static, runs, in_slots)
     caches: tuple[LayerCache, ...] = kv.layers
     if rows.state_slots is not None:
-        states = gather_states(kv.states, rows.state_slots, rows.positions)
+        states = gather_states(kv.states, rows.state_slots, rows.positions, in_slots=in_slots)
         caches = (*caches, *map(run.before_steps, states))
     start = _Carry(
         step=jnp.zeros((), jnp.int32),
@@ -173,7 +178,7 @@ def decode(
     states = kv.states
     if rows.state_slots is not None:
         new = tuple(_state(cache) for cache in end.caches if not isinstance(cache, LayerKV))
-        states = scatter_states(states, new, rows.state_slots)
+        states = scatter_states(states, new, rows.state_slots, in_slots=in_slots)
     return KVPages(layers, end.routed, states), end.output
 
 
@@ -200,6 +205,8 @@ class _Run(NamedTuple):
     drafts: DraftBatch | None
     static: ProgramContext
     runs: SharedRuns | None
+    in_slots: bool
+    """Whether a kernel steps recurrent states in their slots."""
 
     @property
     def width(self) -> int:
@@ -321,7 +328,7 @@ class _Run(NamedTuple):
             carry.caches,
             adapters,
             is_used if context.has_experts else None,
-            self.recur(active, counts),
+            self.recur(carry, active, counts),
         )
         out = self.static.model.forward(self.params, context, tokens)
         logits = self.static.model.logits(self.params, context, out.hidden, adapters)
@@ -380,14 +387,19 @@ class _Run(NamedTuple):
 
         return attend, slots
 
-    def recur(self, active: jax.Array, counts: jax.Array) -> Recur | None:
+    def recur(self, carry: _Carry, active: jax.Array, counts: jax.Array) -> Recur | None:
         """Recurrences over each row's tokens; None for models without."""
         net, kernels = self.static.context.config.linear_attention, self.static.recur_kernels
         if net is None:
             return None
         if self.width > 1:
             return verify_recur(net, counts, self.width, kernels)
-        return row_recur(net, active, self.static.context.kernels)
+        slots = None
+        if self.in_slots:
+            assert self.rows.state_slots is not None
+            is_first = self.rows.positions + carry.output.num_tokens == 0
+            slots = RowSlots(self.rows.state_slots, is_first)
+        return row_recur(net, active, self.static.context.kernels, slots)
 
     def with_accepted(self, cache: LayerCache, counts: jax.Array) -> LayerCache:
         """A layer's cache after the first `counts` [B] tokens of each row."""

@@ -124,8 +124,26 @@ def _windows(
     return window, conv.at[jnp.where(is_last, blocks.slots, NO_SLOT)].set(new, mode="drop")
 
 
-def row_recur(net: LinearAttentionConfig, active: jax.Array, kernels: Kernels) -> Recur:
-    """A `recur` of one token a row, whose state is that of the row; other rows keep theirs."""
+class RowSlots(NamedTuple):
+    """Where the states of rows are that a kernel steps in their slots.
+
+    Shape (all [B]): slots: int32. is_first: bool, whether the state begins with the row's token.
+    """
+
+    slots: jax.Array
+    is_first: jax.Array
+
+
+def row_recur(
+    net: LinearAttentionConfig,
+    active: jax.Array,
+    kernels: Kernels,
+    in_slots: RowSlots | None = None,
+) -> Recur:
+    """A `recur` of one token a row, whose state is that of the row; other rows keep theirs.
+
+    With `in_slots` matrices are in the pool, and only inputs of convolutions are those of rows.
+    """
 
     def recur(
         inputs: NetInputs, weight: jax.Array, layer: LayerCache
@@ -138,7 +156,11 @@ def row_recur(net: LinearAttentionConfig, active: jax.Array, kernels: Kernels) -
             heads = delta_net.split_heads(delta_net.convolve(window, weight)[:, 0], *net.head_sizes)
             # A state that neither decays nor changes is the same, without one more pass over it.
             decay, rate = (jnp.where(active[:, None], x, 0.0) for x in inputs[1:])
-            matrix, out = kernels.delta_step(layer.matrix, heads, decay, rate)
+            slots = None
+            if in_slots is not None:
+                decay = jnp.where(in_slots.is_first[:, None], -jnp.inf, decay)
+                slots = jnp.where(active, in_slots.slots, NO_SLOT)
+            matrix, out = kernels.delta_step(layer.matrix, heads, decay, rate, slots)
             return out, LayerState(conv, matrix)
         heads = kernels.net_heads(window, weight, net.head_sizes)
         terms = _row_terms(
