@@ -356,7 +356,7 @@ class CpuKernels:
 
     def steps_in_slots(self, states: jax.Array) -> bool:
         del states
-        return False
+        return True  # `delta_rule` does
 
     def delta_step(
         self,

@@ -163,9 +163,10 @@ def row_recur(
             matrix, out = kernels.delta_step(layer.matrix, heads, decay, rate, slots)
             return out, LayerState(conv, matrix)
         heads = kernels.net_heads(window, weight, net.head_sizes)
-        terms = _row_terms(
-            heads, inputs.decay[:, None], inputs.rate[:, None], active.astype(jnp.int32)
-        )
+        assert in_slots is not None
+        slots = jnp.where(active, in_slots.slots, NO_SLOT)
+        by_row = (x[:, None] for x in (*inputs[1:], slots, in_slots.is_first))
+        terms = _terms(heads, *by_row)
         matrix, out = kernels.delta_rule(layer.matrix, terms, net.head_sizes)
         return out, LayerState(conv, matrix)
 
