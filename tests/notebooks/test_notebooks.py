@@ -303,3 +303,16 @@ def test_the_way_to_colab_is_that_of_the_one_address(name):
     execute.set_colab_line(made, name, "")
     assert "colab.research.google.com" not in made.cells[0].source, "not to Colab's own first page"
     assert "Upload notebook" in made.cells[0].source
+
+
+def test_the_notebook_for_tpus_says_that_it_was_not_run():
+    """Nothing executes it, so it has no outputs; its code is Python, its files are there."""
+    notebook = json.loads((FOLDER / "tpu_v5e8.ipynb").read_text(encoding="ascii"))
+    assert "**Not run: no TPU was there.**" in "".join(notebook["cells"][0]["source"])
+    for cell in cells(notebook).values():
+        assert (cell["execution_count"], cell["outputs"]) == (None, [])
+        compile("".join(cell["source"]), cell["id"], "exec")
+    text = json.dumps(notebook)
+    for path in re.findall(r"(?:configs|benchmarks/hardware)/\w+\.\w+", text):
+        assert (ROOT / path).is_file(), path
+    assert "tpu_v5e8" not in IMAGES
