@@ -161,19 +161,27 @@ def count_instructions(text: str) -> dict[str, int]:
     def size(first: int, last: int) -> int:
         return sum(is_instruction[first : last + 1])
 
-    loops: dict[str, int] = {}
-    for jump, start in jumps:
-        if start >= jump:
+    found = {"instructions": sum(is_instruction)}
+    for kind, opcode in (("multiplying", r"H?GMMA|HMMA"), ("copying", "UTMALDG")):
+        # Blocks that wait stand behind EXIT and jump back: those are no loops.
+        bodies = [
+            (start, jump)
+            for jump, start in jumps
+            if start < jump and not any("EXIT" in line for line in lines[start:jump])
+        ]
+        counts = {
+            (start, jump): len(re.findall(rf"\b(?:{opcode})\b", "\n".join(lines[start:jump])))
+            for start, jump in bodies
+        }
+        most = max(counts.values(), default=0)
+        if most == 0:
             continue
-        body = "\n".join(lines[start : jump + 1])
-        for kind, opcode in (("multiplying", r"H?GMMA|HMMA"), ("copying", "UTMALDG")):
-            if re.search(rf"\b(?:{opcode})\b", body) is None:
-                continue
-            skipped = sum(
-                size(i + 1, end - 1) for i, end in jumps if start < i < end < jump and end - i > 50
-            )
-            loops[kind] = min(size(start, jump) - skipped, loops.get(kind, 10**9))
-    return {"instructions": sum(is_instruction), **{f"{kind}_loop": n for kind, n in loops.items()}}
+        start, jump = min((each for each in counts if counts[each] == most), key=lambda x: x[1] - x[0])
+        skipped = [
+            (i, end) for i, end in jumps if start < i < end < jump and size(i + 1, end - 1) > 50
+        ]
+        found[f"{kind}_loop"] = size(start, jump) - sum(size(i + 1, end - 1) for i, end in skipped)
+    return found
 
 
 def blocks_of(found: dict[str, Any]) -> int:
