@@ -67,13 +67,15 @@ def cases() -> dict[str, Case]:
     query, block = (shape(ROWS, n, HEADS, HEAD_DIM) for n in (1, 16))
 
     def decode(q: Any, k: Any, v: Any, rope: Any, pages: Any, *tables: Any) -> Any:
-        return decode_attention.decode_attention(q, k, v, rope, None, pages, *tables, SCORES)
+        return decode_attention.decode_attention(
+            q, k, v, rope, None, pages, *tables, options=SCORES
+        )
 
     def paged(*args: Any) -> Any:
-        return paged_attention.paged_attention(*args, SCORES)
+        return paged_attention.paged_attention(*args, options=SCORES)
 
     def prefill(*args: Any) -> Any:
-        return prefill_attention.prefill_attention(*args, SCORES)
+        return prefill_attention.prefill_attention(*args, options=SCORES)
 
     def shared(q: Any, k: Any, v: Any, table: Any, kv_lens: Any) -> Any:
         runs = find_runs(table, kv_lens, PAGE_SIZE, jnp.int32(128), 32)
@@ -84,7 +86,7 @@ def cases() -> dict[str, Case]:
         return invariant.prepare_heads(q, k, v, rope, None, into)
 
     def mosaic(*args: Any) -> Any:
-        return mosaic_attention.decode_attention(*args, SCORES.scale)
+        return mosaic_attention.decode_attention(*args, scale=SCORES.scale)
 
     return {
         "linear.linears": Case(lambda x, a, b: linear.linears(x, [a, b]), (x, up, up)),

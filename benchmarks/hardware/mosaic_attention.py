@@ -3,13 +3,12 @@
 It computes what `kernels.gpu.paged_attention` does for one query a row, without windows, caps,
 sinks, scales and shared keys, in a dtype of 16 bits, on Hopper (compute capability 9.0).
 
-A block of the grid has two warp groups. One copies the pages of a step by TMA, several steps ahead;
-the other multiplies. Instructions of Hopper's tensor cores take 64 rows or more from the left, and
-from 8 columns on from the right. So keys are the rows and queries the columns: scores are K Q^T, and
-sums are V^T P^T.
+A block of the grid has two warp groups. One copies the pages of a step by TMA, several steps
+ahead; the other multiplies. Instructions of Hopper's tensor cores take 64 rows or more from the
+left, and from 8 columns on from the right. So keys are the rows and queries the columns: scores are
+K Q^T, and sums are V^T P^T.
 
-Shape legend: B rows; H query heads; K kv heads; G query heads of a kv head, rounded up to a multiple
-of 8; h head dim.
+Shape legend: B rows; H query heads; K kv heads; h head dim.
 """
 
 from __future__ import annotations
@@ -48,6 +47,9 @@ class Steps(NamedTuple):
     splits: int = 1
 
 
+DEFAULT_STEPS = Steps()
+
+
 class _Refs(NamedTuple):
     """Arrays in global memory; those in shared memory; and barriers, one for each stage."""
 
@@ -77,7 +79,7 @@ def decode_attention(
     page_table: jax.Array,
     kv_lens: jax.Array,
     scale: float,
-    steps: Steps = Steps(),
+    steps: Steps = DEFAULT_STEPS,
     *,
     interpret: Any = None,
 ) -> jax.Array:
@@ -133,7 +135,8 @@ def decode_attention(
             plgpu.Barrier(num_barriers=steps.stages),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        **({"kernel_name": "mosaic_decode"} if interpret is None else {"interpret": interpret}),
+        kernel_name="mosaic_decode",
+        interpret=interpret,
     )(q, k, v, page_table, kv_lens)
     out = jnp.swapaxes(out[..., :group], -1, -2)
     return combine(out, lse[..., :group]).reshape(num_rows, num_heads, head_dim).astype(q.dtype)
@@ -202,7 +205,7 @@ def _multiply(
     laid_out = (lambda x, _: x) if is_interpreted else plgpu.layout_cast
     product = _interpreted_product if is_interpreted else _product
 
-    def is_key(shape: tuple[int, int], first: jax.Array) -> jax.Array:
+    def is_key(shape: tuple[int, ...], first: jax.Array) -> jax.Array:
         if is_interpreted:
             return first + lax.broadcasted_iota(jnp.int32, shape, 0) < kv_len
         return first + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_LAYOUT) < kv_len
@@ -264,7 +267,9 @@ def _product(a: Any, b: Any, *, is_transposed: bool) -> jax.Array:
         plgpu.wgmma(acc, left, b.T)
         return acc[...]
 
-    return pl.run_scoped(multiply, plgpu.ACC((left.shape[0], b.shape[0]), jnp.float32))
+    return pl.run_scoped(
+        multiply, plgpu.WGMMAAccumulatorRef((left.shape[0], b.shape[0]), jnp.float32)
+    )
 
 
 def _interpreted_product(a: Any, b: Any, *, is_transposed: bool) -> jax.Array:

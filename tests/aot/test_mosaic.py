@@ -27,7 +27,9 @@ assert text.count('custom_call_target="mosaic_gpu_v2"') == 1, text
 def test_it_copies_by_tma_multiplies_by_wgmma_and_spills_no_registers(tmp_path):
     done = run_compiler("-W", "error::DeprecationWarning", "-c", SCRIPT, tmp_path)
     assert done.returncode == 0, done.stderr
-    ptx, log = ("\n".join(x.read_text() for x in tmp_path.glob(f"*.{end}")) for end in ("ptx", "ptxas"))
+    ptx, log = (
+        "\n".join(x.read_text() for x in tmp_path.glob(f"*.{end}")) for end in ("ptx", "ptxas")
+    )
     for instruction in ("cp.async.bulk.tensor", "wgmma.mma_async", "mbarrier"):
         assert instruction in ptx
     assert "0 bytes spill stores, 0 bytes spill loads" in log
