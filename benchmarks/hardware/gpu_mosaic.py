@@ -28,7 +28,7 @@ from sgljax_engine.kernels.gpu import paged_attention
 ROWS, MAX_KEYS, NUM_PAGES_OF_KEYS = 128, 1024, 131_072
 SCORES = gpu_lowerings.SCORES
 SM_REGISTERS, SM_SHARED_BYTES, SM_THREADS, RESERVED_BYTES = 65_536, 233_472, 2048, 1024
-"""Of a multiprocessor of an H100; each block takes some shared memory beside its own."""
+"""What a multiprocessor of an H100 has; each block takes some shared memory beside its own."""
 
 STEP = mosaic_attention.DEFAULT_STEPS
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", re.MULTILINE)
