@@ -118,7 +118,7 @@ def measure_decode(size: Sizes, num_pairs: int) -> dict[str, dict[str, list[floa
     cases = [*((rows, 16) for rows in NUM_ROWS), (NUM_ROWS[-1], size.prompt)]
     try:
         return {
-            f"{rows} rows behind {length} tokens": take_turns(
+            f"{rows} rows, prompts of {length}": take_turns(
                 {name: run(name, rows, length) for name in engines}, num_pairs
             )
             for rows, length in cases

@@ -79,10 +79,10 @@ def test_the_sampling_table(tmp_path):
 def test_hybrids(tmp_path):
     data = written(hybrid.main, tmp_path, "hybrid", "--pairs", "1")
     assert list(data["decode"]) == [
-        "1 rows behind 16 tokens",
-        "8 rows behind 16 tokens",
-        "64 rows behind 16 tokens",
-        "64 rows behind 64 tokens",
+        "1 rows, prompts of 16",
+        "8 rows, prompts of 16",
+        "64 rows, prompts of 16",
+        "64 rows, prompts of 64",
     ]
     # All samples begin with one prompt of 64 tokens, the last of which is no prefill's.
     assert data["prefilled"]["group of 16"] == {"cache off": 16 * 63, "cache on": 63}
