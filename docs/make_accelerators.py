@@ -61,8 +61,7 @@ _ROOM = "`num_kv_tokens` is left to the engine, which takes a share of the free 
 
 _HYBRID_NOTES = {
     "v5e": """Of 24 layers 18 are gated delta nets. In a decode step each of them is one call of a
-kernel that reads the states of all rows and writes them in place; least times count no states, of
-1.2 GB for 64 rows.""",
+kernel that reads the states of all rows in their slots and writes them there.""",
     "v6e": "The same for a v6e.",
     "v5p": "The same for a v5p.",
 }

@@ -41,11 +41,14 @@ sys.path.insert(0, str(ROOT / "examples"))
 from get_smollm2 import get_smollm2
 from smollm2_as_qwen2 import as_qwen2
 
+_TOGETHER = 16
+"""Rows that the trainer scores together, in whose shape `trainer_match` has its bits."""
+
 BASE = "float32"
 INT8_KEYS = "int8 keys and values"
 ROLLOUTS: dict[str, dict[str, Any]] = {
     BASE: {},
-    "float32, trainer_match": {"logprobs_mode": "trainer_match"},
+    "float32, trainer_match": {"logprobs_mode": "trainer_match", "match_batch_size": _TOGETHER},
     INT8_KEYS: {"kv_cache_dtype": "int8"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8 weights": {"quantization": "int8"},
@@ -162,7 +165,7 @@ def measure(work: Workload, name: str) -> dict[str, Any]:
     """Log-probs against the trainer's, and perplexity."""
     rollout = work.rollout(name)
     try:
-        report = mismatch_report(rollout, work.model, work.prompts, batch_size=16)
+        report = mismatch_report(rollout, work.model, work.prompts, batch_size=_TOGETHER)
         memory = rollout.engine.get_internal_state().memory
         scores = rollout.engine.score(work.texts)
     finally:
