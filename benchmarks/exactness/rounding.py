@@ -1,6 +1,6 @@
 """What rounded weights, keys and values do to the log-probs and texts of a real model.
 
-    python benchmarks/exactness/rounding.py            # SmolLM2-135M, half an hour on 2 cores
+    python benchmarks/exactness/rounding.py            # SmolLM2-135M, 15 minutes on 2 cores
     python benchmarks/exactness/rounding.py --quick    # a tiny model, a smoke test
 
 - Each rollout samples completions at temperature 1, and Tunix's trainer scores the same tokens in

@@ -22,7 +22,7 @@ from benchmarks.lib.models import make_tunix_model
 from benchmarks.lib.shapes import IdTokenizer
 from benchmarks.lib.turns import timed
 from benchmarks.throughput import hybrid
-from sgljax_engine import MoEConfig, SamplingParams
+from sgljax_engine import Engine, MoEConfig, SamplingParams
 from sgljax_engine.attention import pallas
 from sgljax_engine.builder import backends
 from sgljax_engine.kernels.gpu import linear
@@ -188,18 +188,24 @@ class Ladder:
             found = self.check(rollout, prompts, rung)
             if not found["is_right"]:
                 return found
-            first = run(steps + 1)
-            run(1)
-            once = float(np.median([run(1) for _ in range(sizes.repeats)]))
-            full = float(np.median([run(steps + 1) for _ in range(sizes.repeats)]))
+            step_s, first = self.step_seconds(run)
         finally:
             rollout.close()
-        step_s = (full - once) / steps
         return found | {
             "step, ms": 1e3 * step_s,
             "tokens/s": rows / step_s,
             "first run, s": first,
         }
+
+    def step_seconds(self, run: Callable[[int], float]) -> tuple[float, float]:
+        """Seconds of a decode step, and of the first run; `run` returns those of so many tokens."""
+        repeats, steps = self.sizes.repeats, self.sizes.num_steps
+        first = run(steps + 1)
+        run(1)
+        once, full = (
+            float(np.median([run(count) for _ in range(repeats)])) for count in (1, steps + 1)
+        )
+        return (full - once) / steps, first
 
     def check(self, rollout: SglJaxRollout, prompts: list[list[int]], rung: Rung) -> dict[str, Any]:
         """Greedy log-probs against those of XLA's code with such weights, if that has run.
@@ -287,16 +293,13 @@ class Ladder:
                 num_kv_tokens=hybrid.NUM_ROWS[-1] * (shapes.prompt + sizes.num_steps + 32),
             ) as engine:
                 prompts = hybrid.random_prompts(model, hybrid.NUM_ROWS[-1], shapes.prompt)
-                took = [
-                    timed(
-                        lambda n=new, engine=engine, prompts=prompts: engine.generate_requests(
-                            prompts, SamplingParams(max_new_tokens=n, ignore_eos=True)
-                        )
-                    )
-                    for new in (1, sizes.num_steps + 1) * (sizes.repeats + 1)
-                ]
-            once, full = (float(np.median(took[at + 2 :: 2])) for at in (0, 1))
-            found[f"{name}, tokens/s"] = hybrid.NUM_ROWS[-1] * sizes.num_steps / (full - once)
+
+                def run(num: int, engine: Engine = engine, prompts: Any = prompts) -> float:
+                    params = SamplingParams(max_new_tokens=num, ignore_eos=True)
+                    return timed(lambda: engine.generate_requests(prompts, params))
+
+                step_s, _ = self.step_seconds(run)
+            found[f"{name}, tokens/s"] = hybrid.NUM_ROWS[-1] / step_s
         return found
 
     def prefill(self, rung: Rung) -> dict[str, Any]:

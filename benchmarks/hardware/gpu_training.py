@@ -128,13 +128,12 @@ def grpo(ladder: Ladder, rung: Rung) -> dict[str, Any]:
     sizes, here = ladder.sizes, __name__
     prompt, new = sizes.grpo_tokens
     shape = dataclasses.asdict(tunix_config(sizes.model))
-    kept = {name: value for name, value in shape.items() if isinstance(value, int | float)}
+    shape = {name: value for name, value in shape.items() if type(value) in (int, float)}
     task = {"vocab_size": sizes.model.vocab_size, "length": prompt}
     settings = {
         "actor_model_config": {
             "family": "qwen3",
-            "shape": {name: value for name, value in kept.items() if not isinstance(value, bool)}
-            | {"use_tied_embedding": sizes.model.tie_word_embeddings},
+            "shape": shape | {"use_tied_embedding": sizes.model.tie_word_embeddings},
             "dtype": "bfloat16",
             "remat": "decoder",
         },

@@ -152,27 +152,7 @@ class Kernels(Protocol):
         ...
 
     def steps_in_slots(self, states: jax.Array) -> bool:
-        """Whether `delta_step` changes states where they are, in the slots of a pool."""
-        ...
-
-    def delta_step(
-        self,
-        states: jax.Array,
-        heads: Heads,
-        decay: jax.Array,
-        rate: jax.Array,
-        slots: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
-        """The delta rule for one token of each row, see `delta_net.token_step`.
-
-        Args:
-            states: Those of the rows; with `slots` the pool that they are in.
-            heads: Of the tokens.
-            decay: [B, V]; -inf for states that begin with the token.
-            rate: [B, V].
-            slots: [B] int32, beyond the pool for rows that are to be skipped. Only where
-                `steps_in_slots` is true.
-        """
+        """Whether decode changes states where they are, in the slots of a pool."""
         ...
 
 
@@ -267,6 +247,16 @@ class XlaKernels:
         rate: jax.Array,
         slots: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
+        """The delta rule for one token of each row, see `delta_net.token_step`.
+
+        Args:
+            states: Those of the rows; with `slots` the pool that they are in.
+            heads: Of the tokens.
+            decay: [B, V]; -inf for states that begin with the token.
+            rate: [B, V].
+            slots: [B] int32, beyond the pool for rows that are to be skipped. Only where
+                `steps_in_slots` is true.
+        """
         if slots is None:
             return delta_net.token_step(states, heads, decay, rate)
         assert self.heads is not None
@@ -356,18 +346,7 @@ class CpuKernels:
 
     def steps_in_slots(self, states: jax.Array) -> bool:
         del states
-        return True  # `delta_rule` does
-
-    def delta_step(
-        self,
-        states: jax.Array,
-        heads: Heads,
-        decay: jax.Array,
-        rate: jax.Array,
-        slots: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
-        assert slots is None
-        return delta_net.token_step(states, heads, decay, rate)
+        return True
 
     def net_heads(
         self, window: jax.Array, weight_CW: jax.Array, sizes: tuple[int, int, int]

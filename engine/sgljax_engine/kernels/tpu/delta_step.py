@@ -133,38 +133,23 @@ def _kernel(
 
     @pl.when(kind == _USED)
     def _() -> None:
-        _step(row, first, state_ref, q_ref, k_ref, v_ref, keep_ref, rate_ref, new_ref, out_ref)
+        for i in range(q_ref.shape[1]):
+            keep, rate = keep_ref[row, first + i], rate_ref[row, first + i]
+            state = jnp.where(keep > 0, state_ref[0, i], 0.0)
+            q, k, v = (ref[0, i : i + 1] for ref in (q_ref, k_ref, v_ref))
+            found = _dot(jnp.concatenate([k, q], axis=0), state, 1)
+            change = rate * (v - keep * found[:1])
+            new_ref[0, i] = keep * state + _dot(k, change, 0)
+            both = jnp.sum(q * k, axis=1, keepdims=True)
+            out_ref[0, i : i + 1] = keep * found[1:] + both * change
 
 
-def _step(
-    row: Any,
-    first: Any,
-    state_ref: Any,
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    keep_ref: Any,
-    rate_ref: Any,
-    new_ref: Any,
-    out_ref: Any,
-) -> None:
-    """The rule for a block of a row's heads."""
-
-    def dot(x: Any, y: Any, axis: int) -> Any:
-        return lax.dot_general(
-            x,
-            y,
-            (((axis,), (0,)), ((), ())),
-            precision=lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        )
-
-    for i in range(q_ref.shape[1]):
-        keep, rate = keep_ref[row, first + i], rate_ref[row, first + i]
-        state = jnp.where(keep > 0, state_ref[0, i], 0.0)
-        q, k, v = (ref[0, i : i + 1] for ref in (q_ref, k_ref, v_ref))
-        found = dot(jnp.concatenate([k, q], axis=0), state, 1)
-        change = rate * (v - keep * found[:1])
-        new_ref[0, i] = keep * state + dot(k, change, 0)
-        both = jnp.sum(q * k, axis=1, keepdims=True)
-        out_ref[0, i : i + 1] = keep * found[1:] + both * change
+def _dot(x: Any, y: Any, axis: int) -> Any:
+    """Sums products over an axis of x and the first of y, in float32."""
+    return lax.dot_general(
+        x,
+        y,
+        (((axis,), (0,)), ((), ())),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )

@@ -17,7 +17,7 @@ from sgljax_engine.attention.base import BlockTables
 from sgljax_engine.cache.layer_states import LayerState, VerifyState
 from sgljax_engine.layers import delta_net
 from sgljax_engine.layers.delta_net import NetInputs, TokenTerms
-from sgljax_engine.layers.kernels import CpuKernels, Kernels
+from sgljax_engine.layers.kernels import CpuKernels, Kernels, XlaKernels
 from sgljax_engine.model_config import LinearAttentionConfig
 from sgljax_engine.models.spec import LayerCache, Recur
 from sgljax_engine.runner.batches.page_ids import NO_SLOT
@@ -152,22 +152,23 @@ def row_recur(
         new = inputs.qkv.astype(jnp.float32)[:, None]
         window = jnp.concatenate([layer.conv, new], axis=1)
         conv = jnp.where(active[:, None, None], window[:, 1:], layer.conv)
-        if not isinstance(kernels, CpuKernels):
-            heads = delta_net.split_heads(delta_net.convolve(window, weight)[:, 0], *net.head_sizes)
-            # A state that neither decays nor changes is the same, without one more pass over it.
-            decay, rate = (jnp.where(active[:, None], x, 0.0) for x in inputs[1:])
-            slots = None
-            if in_slots is not None:
-                decay = jnp.where(in_slots.is_first[:, None], -jnp.inf, decay)
-                slots = jnp.where(active, in_slots.slots, NO_SLOT)
-            matrix, out = kernels.delta_step(layer.matrix, heads, decay, rate, slots)
+        slots = None
+        if in_slots is not None:
+            slots = jnp.where(active, in_slots.slots, NO_SLOT)
+        if isinstance(kernels, CpuKernels):
+            assert in_slots is not None
+            assert slots is not None
+            heads = kernels.net_heads(window, weight, net.head_sizes)
+            by_row = (x[:, None] for x in (*inputs[1:], slots, in_slots.is_first))
+            matrix, out = kernels.delta_rule(layer.matrix, _terms(heads, *by_row), net.head_sizes)
             return out, LayerState(conv, matrix)
-        heads = kernels.net_heads(window, weight, net.head_sizes)
-        assert in_slots is not None
-        slots = jnp.where(active, in_slots.slots, NO_SLOT)
-        by_row = (x[:, None] for x in (*inputs[1:], slots, in_slots.is_first))
-        terms = _terms(heads, *by_row)
-        matrix, out = kernels.delta_rule(layer.matrix, terms, net.head_sizes)
+        assert isinstance(kernels, XlaKernels)
+        heads = delta_net.split_heads(delta_net.convolve(window, weight)[:, 0], *net.head_sizes)
+        # A state that neither decays nor changes is the same, without one more pass over it.
+        decay, rate = (jnp.where(active[:, None], x, 0.0) for x in inputs[1:])
+        if in_slots is not None:
+            decay = jnp.where(in_slots.is_first[:, None], -jnp.inf, decay)
+        matrix, out = kernels.delta_step(layer.matrix, heads, decay, rate, slots)
         return out, LayerState(conv, matrix)
 
     return recur
