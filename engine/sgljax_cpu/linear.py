@@ -5,7 +5,7 @@ Registers hold a tile of the result, some tokens by some panels, while it is sum
 tokens of the tile, and each input of a token once for all its panels. Every output is one chain of
 fused multiply-adds over the inputs, in order, whatever the number of tokens, their tile and their
 thread: so a token has the same bits in any batch. A few tokens take as long as reading the weight.
-While many tokens are multiplied by some panels, those that follow are prefetched.
+While several tiles of tokens are multiplied by some panels, those that follow are prefetched.
 
 Weights may be stored in bfloat16 or float16: they are widened in registers, and sums are float32.
 Those in int8 have a factor per output, which multiplies the sum.
@@ -30,7 +30,7 @@ from sgljax_cpu.emit import (
     Number,
     Value,
 )
-from sgljax_cpu.linear_tile import LINE_BYTES, STRETCH, Tiles, write_tiles
+from sgljax_cpu.linear_tile import Tiles, write_tiles
 from sgljax_cpu.machine import Vectors
 from sgljax_cpu.numbers import STORED
 from sgljax_cpu.operation import Operation, Plan, Shapes, read_values
@@ -47,8 +47,8 @@ _CHUNK_PANELS, _CHUNK_PANELS_OF_MANY = 8, 4
 """Panels of a chunk, with few tokens and with more, unless there would be fewer than two chunks a
 thread. A thread waits for the other one's last chunk, so they are as small as a tile allows."""
 
-_MIN_TILES = 3
-"""Tiles of a batch from which on there is time to prefetch."""
+_AHEAD_BYTES = 1024
+"""How far ahead a panel is prefetched while it is multiplied by the only tile of tokens."""
 
 
 def linear(
@@ -166,7 +166,7 @@ def multiply(
                 ahead = _ahead(code, tiles, arrays, panels, (panel, num), num_tiles)
                 with code.loop(first, end, tokens_each) as token:
                     tile = code.div(code.sub(token, first), tokens_each)
-                    of_tile = ahead.of_tile(code, code.add(tile, tiles_before))
+                    of_tile = ahead.of_tile(code, code.add(tile, tiles_before), arrays.num_inputs)
                     _call(code, tiles, arrays, (panel, num), (token, tokens_each), of_tile)
 
         # The last panel of the weight may be partly filled, which only tiles of one panel allow.
@@ -188,19 +188,16 @@ class _Ahead(NamedTuple):
 
     Attributes:
         address: Where it starts.
-        lines: Cache lines of a stretch of inputs.
-        stretches: Stretches of a tile.
+        step: Bytes for each input of a tile.
     """
 
     address: Value
-    lines: Value
-    stretches: Value
+    step: Value
 
-    def of_tile(self, code: Code, tile: Value) -> _Ahead:
+    def of_tile(self, code: Code, tile: Value, num_inputs: Value) -> _Ahead:
         """The part that one tile prefetches."""
-        lines_before = code.mul(tile, code.mul(self.lines, self.stretches))
-        address = code.at(self.address, code.mul(lines_before, LINE_BYTES), I8)
-        return self._replace(address=address)
+        bytes_before = code.mul(tile, code.mul(self.step, num_inputs))
+        return self._replace(address=code.at(self.address, bytes_before, I8))
 
 
 def _ahead(
@@ -211,19 +208,20 @@ def _ahead(
     current: tuple[Value, int],
     num_tiles: Value,
 ) -> _Ahead:
-    """The panels that follow the current ones, if there are some and there is time."""
+    """The panels that follow the current ones, or with one tile the rest of the current one."""
     first, count = current
     following = code.add(first, count)
     following = code.select(code.less(following, panels.last), following, panels.following)
+    is_there = code.less(code.mul(following, PANEL), arrays.num_outputs)
+    following = code.select(is_there, following, first)
     size = code.mul(arrays.num_inputs, PANEL)
     address = code.at(arrays.weight, code.mul(following, size), STORED[tiles.dtype])
-    num_bytes = code.mul(size, count * jnp.dtype(tiles.dtype).itemsize)
-    stretches = code.div(arrays.num_inputs, STRETCH)
-    parts = code.max(code.mul(num_tiles, stretches), 1)
-    lines = code.ceil_div(code.div(num_bytes, LINE_BYTES), parts)
-    is_there = code.less(code.mul(following, PANEL), arrays.num_outputs)
-    has_time = code.less(_MIN_TILES - 1, num_tiles)
-    return _Ahead(address, code.select(code.both(is_there, has_time), lines, 0), stretches)
+    row_bytes = PANEL * jnp.dtype(tiles.dtype).itemsize
+    step = code.select(is_there, code.div(count * row_bytes, num_tiles), 0)
+    is_alone = code.less(num_tiles, 2)
+    here = code.at(arrays.weight, code.mul(first, size), STORED[tiles.dtype])
+    near, near_step = (code.at(here, _AHEAD_BYTES, I8), row_bytes) if count == 1 else (here, 0)
+    return _Ahead(code.select(is_alone, near, address), code.select(is_alone, near_step, step))
 
 
 def _call(
@@ -245,5 +243,5 @@ def _call(
         code.at(arrays.scale, code.mul(first, PANEL)) if tiles.dtype == "int8" else NULL,
         ahead.address,
     ]
-    sizes = [arrays.num_inputs, arrays.num_outputs, lanes, ahead.lines]
+    sizes = [arrays.num_inputs, arrays.num_outputs, lanes, ahead.step]
     code.call(tiles.functions[token[1], count], VOID, [*places, *sizes])

@@ -18,10 +18,10 @@ _PANELS = {
 
 _UNROLLED = 4
 
-STRETCH = 16
-"""Inputs between two prefetches: many more at once would hold up the loads of the product."""
+_FEWEST_AHEAD = 3
+"""Tokens of a tile from which on it prefetches: fewer have panels enough to load at once."""
 
-LINE_BYTES = 64
+_LINE_BYTES = 64
 
 
 class Tiles(NamedTuple):
@@ -52,12 +52,13 @@ def write_tiles(module: Module, vectors: Vectors, dtype: str) -> Tiles:
 def _write_tile(module: Module, lanes: int, dtype: str, tokens: int, panels: int) -> Value:
     """Writes a function for `tokens` by `panels` of a result.
 
-    It is f(weight, x, y, scale, ahead, inputs, outputs, lanes, lines). With one panel, only so many
-    lanes are stored. For each stretch of inputs, so many lines from `ahead` on are prefetched.
+    It is f(weight, x, y, scale, ahead, inputs, outputs, lanes, step). With one panel, only so many
+    lanes are stored. Each input prefetches a cache line at `ahead`, or half as many as panels, and
+    moves on by `step` bytes: more in a row would hold up the loads of the product.
     """
     name = f"tile_{tokens}_{panels}"
     with Code(module, name, VOID, [PTR] * 5 + [I64] * 4) as code:
-        weight, x, y, scale, ahead, num_inputs, num_outputs, used, lines = code.arguments
+        weight, x, y, scale, ahead, num_inputs, num_outputs, used, step = code.arguments
         halves = range(0, PANEL, lanes)
         bases = [
             code.at(weight, code.mul(code.mul(num_inputs, PANEL), panel), STORED[dtype])
@@ -69,7 +70,16 @@ def _write_tile(module: Module, lanes: int, dtype: str, tokens: int, panels: int
             for _ in range(tokens)
         ]
 
+        next_line = code.variable(ahead)
+
+        def prefetch() -> None:
+            if tokens >= _FEWEST_AHEAD:
+                for line in range(max(panels // 2, 1)):
+                    code.prefetch(code.at(next_line.get(), line * _LINE_BYTES, I8))
+                next_line.set(code.at(next_line.get(), step, I8))
+
         def add_input(index: Value) -> None:
+            prefetch()
             at = code.mul(index, PANEL)
             weights = [
                 load_as_float(code, code.at(base, code.add(at, half), STORED[dtype]), dtype, lanes)
@@ -81,15 +91,10 @@ def _write_tile(module: Module, lanes: int, dtype: str, tokens: int, panels: int
                 for total, part in zip(of_token, weights, strict=True):
                     total.set(code.fma(factor, part, total.get()))
 
-        next_line = code.variable(ahead)
-        whole = code.sub(num_inputs, code.rem(num_inputs, STRETCH))
-        with code.loop(0, whole, STRETCH) as begin:
-            with code.loop(0, lines):
-                code.prefetch(next_line.get())
-                next_line.set(code.at(next_line.get(), LINE_BYTES, I8))
-            with code.loop(begin, code.add(begin, STRETCH), _UNROLLED) as index:
-                for i in range(_UNROLLED):
-                    add_input(code.add(index, i))
+        whole = code.sub(num_inputs, code.rem(num_inputs, _UNROLLED))
+        with code.loop(0, whole, _UNROLLED) as index:
+            for i in range(_UNROLLED):
+                add_input(code.add(index, i))
         with code.loop(whole, num_inputs) as index:
             add_input(index)
         for token, of_token in enumerate(sums):
