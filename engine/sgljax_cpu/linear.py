@@ -149,38 +149,38 @@ def multiply(
     code: Code, tiles: Tiles, arrays: Arrays, panels: PanelRange, tokens: tuple[Number, Number]
 ) -> None:
     """Emits the product of a range of panels with a range of tokens, at least one."""
-    most = max(tiles.panels)
     count = code.sub(tokens[1], tokens[0])
-    is_one_tile = code.less(count, most + 1)
+    is_one_tile = code.less(count, max(tiles.panels) + 1)
     num_tiles = code.select(is_one_tile, 1, code.ceil_div(count, _MANY))
-    # Tiles of two sizes, which differ by one token.
-    size, longer = code.div(count, num_tiles), code.rem(count, num_tiles)
+    # Tiles of two sizes, which differ by one token: the longer ones first.
+    rest = code.rem(count, num_tiles)
+    num_long = code.select(code.equal(rest, 0), num_tiles, rest)
+    longest = code.ceil_div(count, num_tiles)
+    border = code.add(tokens[0], code.mul(num_long, longest))
 
-    def of_size(tokens_each: int, first: Value, end: Value, tiles_before: Number) -> None:
-        """Tiles of one size: they start at `first` and stop before `end`."""
-        most_panels = tiles.panels[tokens_each]
-        whole = code.sub(panels.last, code.rem(code.sub(panels.last, panels.first), most_panels))
+    def of_panels(begin: Value, stop: Value, num: int, size: int) -> None:
+        """Some panels at a time, with all tiles while the panels are in the cache."""
+        with code.loop(begin, stop, num) as panel:
+            ahead = _ahead(code, tiles, arrays, panels, (panel, num), num_tiles)
+            with code.loop(tokens[0], border, size) as token:
+                tile = code.div(code.sub(token, tokens[0]), size)
+                _call(code, tiles, arrays, (panel, num), (token, size), ahead.of_tile(code, tile))
+            if size > 1:
+                with code.loop(border, tokens[1], size - 1) as token:
+                    tile = code.add(num_long, code.div(code.sub(token, border), size - 1))
+                    of_tile = ahead.of_tile(code, tile)
+                    _call(code, tiles, arrays, (panel, num), (token, size - 1), of_tile)
 
-        def of_panels(begin: Value, stop: Value, num: int) -> None:
-            with code.loop(begin, stop, num) as panel:
-                ahead = _ahead(code, tiles, arrays, panels, (panel, num), num_tiles)
-                with code.loop(first, end, tokens_each) as token:
-                    tile = code.div(code.sub(token, first), tokens_each)
-                    of_tile = ahead.of_tile(code, code.add(tile, tiles_before), arrays.num_inputs)
-                    _call(code, tiles, arrays, (panel, num), (token, tokens_each), of_tile)
-
-        # The last panel of the weight may be partly filled, which only tiles of one panel allow.
-        is_partial = code.less(arrays.num_outputs, code.mul(whole, PANEL))
-        whole = code.sub(whole, code.select(is_partial, most_panels, 0))
-        of_panels(panels.first, whole, most_panels)
-        of_panels(whole, panels.last, 1)
-
-    border = code.add(tokens[0], code.mul(longer, code.add(size, 1)))
-    for tokens_each in tiles.panels:
-        with code.when(code.equal(code.add(size, 1), tokens_each)):
-            of_size(tokens_each, code.add(tokens[0], 0), border, 0)
-        with code.when(code.equal(size, tokens_each)):
-            of_size(tokens_each, border, code.add(tokens[1], 0), longer)
+    for tokens_each, most_panels in tiles.panels.items():
+        with code.when(code.equal(longest, tokens_each)):
+            whole = code.sub(
+                panels.last, code.rem(code.sub(panels.last, panels.first), most_panels)
+            )
+            # The weight's last panel may be partly filled, which only tiles of one panel allow.
+            is_partial = code.less(arrays.num_outputs, code.mul(whole, PANEL))
+            whole = code.sub(whole, code.select(is_partial, most_panels, 0))
+            of_panels(panels.first, whole, most_panels, tokens_each)
+            of_panels(whole, panels.last, 1, tokens_each)
 
 
 class _Ahead(NamedTuple):
@@ -189,15 +189,16 @@ class _Ahead(NamedTuple):
     Attributes:
         address: Where it starts.
         step: Bytes for each input of a tile.
+        tile_bytes: Bytes for a whole tile.
     """
 
     address: Value
     step: Value
+    tile_bytes: Value
 
-    def of_tile(self, code: Code, tile: Value, num_inputs: Value) -> _Ahead:
+    def of_tile(self, code: Code, tile: Value) -> _Ahead:
         """The part that one tile prefetches."""
-        bytes_before = code.mul(tile, code.mul(self.step, num_inputs))
-        return self._replace(address=code.at(self.address, bytes_before, I8))
+        return self._replace(address=code.at(self.address, code.mul(tile, self.tile_bytes), I8))
 
 
 def _ahead(
@@ -221,7 +222,9 @@ def _ahead(
     is_alone = code.less(num_tiles, 2)
     here = code.at(arrays.weight, code.mul(first, size), STORED[tiles.dtype])
     near, near_step = (code.at(here, _AHEAD_BYTES, I8), row_bytes) if count == 1 else (here, 0)
-    return _Ahead(code.select(is_alone, near, address), code.select(is_alone, near_step, step))
+    step = code.select(is_alone, near_step, step)
+    tile_bytes = code.mul(step, arrays.num_inputs)
+    return _Ahead(code.select(is_alone, near, address), step, tile_bytes)
 
 
 def _call(

@@ -44,7 +44,7 @@ def write_tiles(module: Module, vectors: Vectors, dtype: str) -> Tiles:
     functions = {
         (tokens, count): _write_tile(module, vectors.lanes, dtype, tokens, count)
         for tokens, most in panels.items()
-        for count in {most, 1}
+        for count in {most, panels.get(tokens + 1, 1), 1}  # a longer tile's, beside it
     }
     return Tiles(dtype, panels, functions)
 
