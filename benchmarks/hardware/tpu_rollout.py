@@ -12,7 +12,7 @@ of `tunix-sgljax train --dry-run`.
 from __future__ import annotations
 
 import argparse
-import sys
+import dataclasses
 from typing import Any
 
 import jax
@@ -24,8 +24,10 @@ from sgljax_engine.placement.submeshes import place
 from sgljax_engine.runner.compile.program_fit import ProgramMemory
 from sgljax_engine.weights.plan import plan_sync
 from sgljax_engine.weights.specs import source_spec
-from tools.aot import compile_programs
+from tools.aot import AotReport, compile_programs, words
+from tools.aot.__main__ import to_json
 from tools.aot.target import Target, add_target_options, find_target
+from tunix_sgljax.cli.output import say
 from tunix_sgljax.mappings import WeightMapper, find_mapping
 from tunix_sgljax.training.cluster import make_optimizers
 from tunix_sgljax.training.loading import load_config
@@ -72,29 +74,30 @@ def compile_sync(target: Target, config: TrainConfig) -> ProgramMemory:
     return ProgramMemory.of(run.lower(plan.arrays(source)).compile())
 
 
-def render(rows: list[dict[str, Any]], total: dict[str, float]) -> list[str]:
-    """The tables."""
-    lines = ["| program | arguments | temporaries | peak |", "|---|---:|---:|---:|"]
-    lines += [
-        f"| {row['name']} | "
-        + " | ".join(
-            f"{row[key] / 1e9:.2f} GB" for key in ("argument_bytes", "temp_bytes", "peak_bytes")
-        )
-        + " |"
-        for row in rows
-    ]
-    lines += ["", "| of a chip | |", "|---|---:|"]
-    lines += [f"| {name} | {size:.2f} GB |" for name, size in total.items()]
-    return lines
-
-
-def _tell(name: str, size: int) -> None:
-    sys.stderr.write(f"compiling {name} of {size}\n")
+def chip_bytes(
+    config: TrainConfig, target: Target, report: AotReport, sync: ProgramMemory
+) -> dict[str, float]:
+    """What is in a chip's memory by what it is, in bytes."""
+    spec = find_model(config.actor_model_config)
+    trainer = estimate_memory(config, spec, target.mesh, make_optimizers(config))
+    kept = trainer.policy + trainer.optimizer + trainer.reference
+    weights = report.preview.weights_bytes / report.preview.tp_size
+    pages = report.held_bytes - weights
+    in_sync = kept + report.held_bytes + sync.extra_bytes
+    return {
+        "trainer between steps: policy, optimizer, reference": kept,
+        "engine: weights": weights,
+        "engine: KV pages": pages,
+        "all in a rollout, with the program that needs most": kept + report.needed_bytes,
+        "weight sync: temporaries": sync.temp_bytes,
+        "all in a weight sync, with old and new weights": in_sync,
+        "there are": target.chip.usable_bytes,
+    }
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = make_parser(__doc__)
-    args = parser.parse_args(argv)
+    """Compiles everything, and writes the results."""
+    args = make_parser(__doc__).parse_args(argv)
     options = argparse.ArgumentParser()
     add_target_options(options)
     options.set_defaults(model=None, engine=[])
@@ -102,71 +105,31 @@ def main(argv: list[str] | None = None) -> None:
         options.parse_args(["--topology", TOPOLOGY, "--config", str(ROOT / CONFIG)])
     )
     config = load_config(ROOT / CONFIG, list(GIVEN))
-    chip = target.chip
+    say("compiling the weight sync")
     sync = compile_sync(target, config)
-    sys.stderr.write(f"sync: {sync}\n")
     report = compile_programs(
         target.model,
-        chip=chip,
+        chip=target.chip,
         mesh=target.mesh,
         config=target.config,
-        on_program=_tell,
+        on_program=lambda name, size: say(f"compiling {name} of {size}"),
     )
-    if report.problem is not None:
-        raise RuntimeError(report.problem)
-    spec = find_model(config.actor_model_config)
-    trainer = estimate_memory(config, spec, target.mesh, make_optimizers(config))
-    rows = []
-    for program in report.programs:
-        memory = program.memory
-        assert memory is not None
-        rows.append(
-            {
-                "name": f"{program.name} of {program.size}",
-                "argument_bytes": memory.argument_bytes,
-                "temp_bytes": memory.temp_bytes,
-                "peak_bytes": max(report.held_bytes, memory.argument_bytes) + memory.extra_bytes,
-            }
-        )
-    memory = report.preview.memory
-    assert memory is not None
-    tp_size = report.preview.tp_size
-    weights = memory.weights_bytes / tp_size
-    rows.append(
-        {
-            "name": "weight sync",
-            "argument_bytes": sync.argument_bytes,
-            "temp_bytes": sync.temp_bytes,
-            "peak_bytes": int(weights) + sync.peak_bytes,
-        }
-    )
-    kept = trainer.policy + trainer.optimizer + trainer.reference
-    total = {
-        "trainer between steps: policy, optimizer, reference": kept / 1e9,
-        "engine: weights": weights / 1e9,
-        "engine: KV pages": memory.kv_bytes / tp_size / 1e9,
-        "largest program beside them": (report.needed_bytes - report.held_bytes) / 1e9,
-        "all together in a rollout": (kept + report.needed_bytes) / 1e9,
-        "all together in a sync, old and new weights": (
-            kept + weights + memory.kv_bytes / tp_size + sync.extra_bytes
-        )
-        / 1e9,
-        "there are": chip.usable_bytes / 1e9,
-    }
-    preview = report.preview
-    facts = [
-        f"Config: {CONFIG}, mesh {list(target.mesh.devices.shape)} of {chip.title}",
-        f"Engines: {preview.num_engines} of {tp_size} chips, {memory.kv_tokens} KV tokens each",
-        "The compiler of all programs: libtpu; nothing was run",
-    ]
-    content = {"programs": rows, "gigabytes": total}
+    found = chip_bytes(config, target, report, sync)
+    table = [f"| {name} | {words.size(num_bytes)} |" for name, num_bytes in found.items()]
     write_results(
         output_dir(args) / "tpu_rollout.md",
         "A rollout's programs on eight v5e",
         "benchmarks/hardware/tpu_rollout.py",
-        render(rows, total),
-        content,
-        facts=facts,
+        [
+            words.describe(report, target.title, TOPOLOGY),
+            *["", "| in the memory of a chip | |", "|---|---:|", *table],
+        ],
+        {
+            **to_json(report, target.title, TOPOLOGY),
+            "sync": dataclasses.asdict(sync),
+            "chip": found,
+        },
+        facts=[f"Config: {CONFIG}, mesh {list(target.mesh.devices.shape)} of {target.chip.title}"],
         device="none",
     )
 
