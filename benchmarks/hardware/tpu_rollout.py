@@ -121,11 +121,11 @@ def main(argv: list[str] | None = None) -> None:
         "A rollout's programs on eight v5e",
         "benchmarks/hardware/tpu_rollout.py",
         [
-            words.describe(report, target.title, TOPOLOGY),
+            words.describe(report, CONFIG, TOPOLOGY),
             *["", "| in the memory of a chip | |", "|---|---:|", *table],
         ],
         {
-            **to_json(report, target.title, TOPOLOGY),
+            **to_json(report, CONFIG, TOPOLOGY),
             "sync": dataclasses.asdict(sync),
             "chip": found,
         },
