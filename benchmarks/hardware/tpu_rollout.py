@@ -46,9 +46,9 @@ GIVEN = (
 """What the config leaves to the command line; no shape needs it."""
 
 
-def trainer_params(config: TrainConfig, mesh: jax.sharding.Mesh) -> nnx.State:
+def trainer_params(policy: nnx.Module, config: TrainConfig, mesh: jax.sharding.Mesh) -> nnx.State:
     """The policy's parameters as shapes with the trainer's shardings."""
-    state = nnx.state(find_model(config.actor_model_config).abstract(), nnx.Param)
+    state = nnx.state(policy, nnx.Param)
     shardings = nnx.get_named_sharding(state, mesh)
     dtype = config.actor_model_config.dtype
 
@@ -63,7 +63,7 @@ def compile_sync(target: Target, config: TrainConfig) -> ProgramMemory:
     abstract = find_model(config.actor_model_config).abstract()
     mapper = WeightMapper(find_mapping(None, abstract), target.model)
     mesh = jax.sharding.Mesh(target.mesh.devices, config.actor_model_config.mesh.axis_names)
-    source = mapper.named_source(trainer_params(config, mesh))
+    source = mapper.named_source(trainer_params(abstract, config, mesh))
     group = place(target.model, target.mesh, DTYPE, target.config.parallel, target.config.runtime)
     targets = group.whole.weight_targets(
         get_model(target.model.architecture).param_specs(target.model)
@@ -114,6 +114,8 @@ def main(argv: list[str] | None = None) -> None:
         config=target.config,
         on_program=lambda name, size: say(f"compiling {name} of {size}"),
     )
+    if report.problem is not None:
+        raise RuntimeError(report.problem)
     found = chip_bytes(config, target, report, sync)
     table = [f"| {name} | {words.size(num_bytes)} |" for name, num_bytes in found.items()]
     write_results(

@@ -162,14 +162,15 @@ def multiply(
         """Some panels at a time, with all tiles while the panels are in the cache."""
         with code.loop(begin, stop, num) as panel:
             ahead = _ahead(code, tiles, arrays, panels, (panel, num), num_tiles)
-            with code.loop(tokens[0], border, size) as token:
-                tile = code.div(code.sub(token, tokens[0]), size)
-                _call(code, tiles, arrays, (panel, num), (token, size), ahead.of_tile(code, tile))
-            if size > 1:
-                with code.loop(border, tokens[1], size - 1) as token:
-                    tile = code.add(num_long, code.div(code.sub(token, border), size - 1))
-                    of_tile = ahead.of_tile(code, tile)
-                    _call(code, tiles, arrays, (panel, num), (token, size - 1), of_tile)
+            for each, first, end, tiles_before in (
+                (size, tokens[0], border, 0),
+                (size - 1, border, tokens[1], num_long),
+            ):
+                if each:
+                    with code.loop(first, end, each) as token:
+                        tile = code.div(code.sub(token, first), each)
+                        of_tile = ahead.of_tile(code, code.add(tile, tiles_before))
+                        _call(code, tiles, arrays, (panel, num), (token, each), of_tile)
 
     for tokens_each, most_panels in tiles.panels.items():
         with code.when(code.equal(longest, tokens_each)):
@@ -216,15 +217,16 @@ def _ahead(
     is_there = code.less(code.mul(following, PANEL), arrays.num_outputs)
     following = code.select(is_there, following, first)
     size = code.mul(arrays.num_inputs, PANEL)
-    address = code.at(arrays.weight, code.mul(following, size), STORED[tiles.dtype])
+    here, there = (
+        code.at(arrays.weight, code.mul(panel, size), STORED[tiles.dtype])
+        for panel in (first, following)
+    )
     row_bytes = PANEL * jnp.dtype(tiles.dtype).itemsize
     step = code.select(is_there, code.div(count * row_bytes, num_tiles), 0)
-    is_alone = code.less(num_tiles, 2)
-    here = code.at(arrays.weight, code.mul(first, size), STORED[tiles.dtype])
     near, near_step = (code.at(here, _AHEAD_BYTES, I8), row_bytes) if count == 1 else (here, 0)
+    is_alone = code.less(num_tiles, 2)
     step = code.select(is_alone, near_step, step)
-    tile_bytes = code.mul(step, arrays.num_inputs)
-    return _Ahead(code.select(is_alone, near, address), step, tile_bytes)
+    return _Ahead(code.select(is_alone, near, there), step, code.mul(step, arrays.num_inputs))
 
 
 def _call(

@@ -69,17 +69,13 @@ def _write_tile(module: Module, lanes: int, dtype: str, tokens: int, panels: int
             [code.variable(code.zeros(lanes)) for _ in range(panels) for _ in halves]
             for _ in range(tokens)
         ]
-
         next_line = code.variable(ahead)
 
-        def prefetch() -> None:
+        def add_input(index: Value) -> None:
             if tokens >= _FEWEST_AHEAD:
                 for line in range(max(panels // 2, 1)):
                     code.prefetch(code.at(next_line.get(), line * _LINE_BYTES, I8))
                 next_line.set(code.at(next_line.get(), step, I8))
-
-        def add_input(index: Value) -> None:
-            prefetch()
             at = code.mul(index, PANEL)
             weights = [
                 load_as_float(code, code.at(base, code.add(at, half), STORED[dtype]), dtype, lanes)
