@@ -25,8 +25,8 @@ from sgljax_engine.runner.compile.program_fit import ProgramMemory
 from sgljax_engine.weights.plan import plan_sync
 from sgljax_engine.weights.specs import source_spec
 from tools.aot import AotReport, compile_programs, words
-from tools.aot.__main__ import to_json
 from tools.aot.target import Target, add_target_options, find_target
+from tools.aot.words import to_json
 from tunix_sgljax.cli.output import say
 from tunix_sgljax.mappings import WeightMapper, find_mapping
 from tunix_sgljax.training.cluster import make_optimizers

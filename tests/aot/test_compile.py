@@ -30,8 +30,8 @@ from sgljax_engine import EngineConfig
 from tools.aot import compile_programs, parse_topology, topology_mesh
 from tests.aot.programs import TWO_LAYERS
 from tests.aot.test_compile import OPTIONS
-from tools.aot.__main__ import to_json
 from tools.aot.target import prepare_compiler
+from tools.aot.words import to_json
 
 topology, shape, more = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
 prepare_compiler(topology)

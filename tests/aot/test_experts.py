@@ -18,8 +18,8 @@ from sgljax_engine import EngineConfig, MoEConfig
 from tools.aot import compile_programs, parse_topology, topology_mesh
 from tests.aot.programs import TWO_LAYERS
 from tests.aot.test_compile import OPTIONS
-from tools.aot.__main__ import to_json
 from tools.aot.target import prepare_compiler
+from tools.aot.words import to_json
 
 topology, shape = sys.argv[1], json.loads(sys.argv[2])
 prepare_compiler(topology)

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, Any
 
 from tools import command
 from tools.aot.target import add_target_options, find_target
 from tunix_sgljax.cli.engine_options import add_engine_options
 from tunix_sgljax.cli.output import emit, say
-
-if TYPE_CHECKING:
-    from tools.aot import AotReport
 
 SUMMARY = "Compile an engine's programs for chips that are not here, and say what they cost."
 
@@ -54,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     target = find_target(args)
 
     from tools.aot import compile_programs
-    from tools.aot.words import describe
+    from tools.aot.words import describe, to_json
 
     report = compile_programs(
         target.model,
@@ -70,20 +65,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         emit(describe(report, target.title, args.topology))
     return 0 if report.problem is None else 1
-
-
-def to_json(report: AotReport, title: str, topology: str) -> dict[str, Any]:
-    """The report as JSON; bytes are of one device, except in `preview`."""
-    values = dataclasses.asdict(report)
-    del values["preview"]["compilation_cache"]  # a folder of this machine
-    return {
-        "model": title,
-        "topology": topology,
-        "problem": report.problem,
-        "held_bytes": report.held_bytes,
-        "needed_bytes": report.needed_bytes,
-        **values,
-    }
 
 
 def main(argv: list[str] | None = None) -> int:

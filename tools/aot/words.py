@@ -1,9 +1,10 @@
-"""The report as a Markdown table."""
+"""The report as a Markdown table, and as JSON."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tools.aot import AotReport, Estimate, OpCount, ProgramReport, StepLaunches
@@ -53,6 +54,20 @@ def describe(report: AotReport, title: str, topology: str) -> str:
     after = [*(launches if counted else ()), f"{memory} {verdict}", "", *below]
     programs = [*table, ""] if report.programs else []
     return "\n".join([about, "", *programs, *after]).rstrip()
+
+
+def to_json(report: AotReport, title: str, topology: str) -> dict[str, Any]:
+    """The report as JSON; bytes are of one device, except in `preview`."""
+    values = dataclasses.asdict(report)
+    del values["preview"]["compilation_cache"]  # a folder of this machine
+    return {
+        "model": title,
+        "topology": topology,
+        "problem": report.problem,
+        "held_bytes": report.held_bytes,
+        "needed_bytes": report.needed_bytes,
+        **values,
+    }
 
 
 def _memory_lines(report: AotReport) -> Iterator[str]:
