@@ -4,7 +4,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-REASONING_STAMP := $(VENV)/.installed-reasoning
 
 INSTALL := $(BIN)/python .ci/with_lines.py "installing into $(VENV)" $(BIN)/python -m pip install --quiet \
 	--disable-pip-version-check --no-compile -c constraints.txt
@@ -45,7 +44,7 @@ real-model: $(STAMP) ## Fetch a real model, SmolLM2-135M-Instruct, into the user
 	$(BIN)/python examples/get_smollm2.py
 
 .PHONY: reasoning
-reasoning: $(REASONING_STAMP) ## Train that model with GRPO on a task of reasoning-gym, on a CPU.
+reasoning: $(STAMP) ## Train that model with GRPO to explain things in steps, on a CPU.
 	$(BIN)/python examples/grpo_reasoning.py $(REASONING_ARGS)
 
 .PHONY: test
@@ -114,9 +113,6 @@ format: $(STAMP) ## Format the code and fix what can be fixed.
 .PHONY: install
 install: $(STAMP) ## Make .venv, or bring it up to date.
 
-.PHONY: install-reasoning
-install-reasoning: $(REASONING_STAMP) ## Add reasoning-gym to .venv, which needs a C compiler.
-
 .PHONY: clean
 clean: ## Remove caches, build outputs and demo outputs; keep .venv.
 	rm -rf build dist outputs site .cache .pytest_cache .ruff_cache .hypothesis
@@ -158,8 +154,4 @@ $(MAXTEXT_STAMP): pyproject.toml constraints-maxtext.txt tunix_sgljax/maxtext/re
 	$(MAXTEXT)/bin/python -m pip install --no-build-isolation -e . hypothesis psutil pytest
 	line=$$($(MAXTEXT)/bin/python -m tunix_sgljax.maxtext.requirements) && \
 	  PATH="$(CURDIR)/$(MAXTEXT)/bin:$$PATH" sh -c "$$line"
-	@touch $@
-
-$(REASONING_STAMP): $(STAMP)
-	$(INSTALL) --no-build-isolation -e ".[dev,reasoning]"
 	@touch $@

@@ -1,4 +1,4 @@
-"""GRPO on a real model and a real task: SmolLM2-135M-Instruct learns to answer, on two CPU cores.
+"""GRPO on a real model: SmolLM2-135M-Instruct learns to explain in steps, on two CPU cores.
 
     python examples/grpo_reasoning.py                      # our engine samples
     python examples/grpo_reasoning.py --rollout vanilla    # Tunix's own sampler
@@ -6,7 +6,7 @@
 
 It fetches the model (`get_smollm2.py`, 93 MB) and trains LoRA pairs with Tunix's `GRPOLearner`, as
 configs/grpo_reasoning.yaml says. Before the first step, every few steps and at the end it answers
-held-out problems greedily. records.json has, for each step, the reward and the seconds of rollout,
+held-out prompts greedily. records.json has, for each step, the reward and the seconds of rollout,
 weight sync and trainer; training.png draws the reward over steps and over time. `--timeline FILE`
 records all steps but the first, which compiles, for the Perfetto UI.
 """
@@ -31,7 +31,6 @@ from absl import logging as absl_logging
 from get_smollm2 import ChecksumError, MissingPackageError, UnreachableError, get_smollm2
 from lines import Lines
 from reasoning_plot import RECORDS, write_plot
-from reasoning_task import TASKS
 from sgljax_engine import InvalidConfigError
 from smollm2_as_qwen2 import as_qwen2
 from tunix_sgljax import Timeline
@@ -50,7 +49,7 @@ class Step(NamedTuple):
 
     Attributes:
         step: Number of the step, from 1.
-        reward: The share of right answers among its completions.
+        reward: The mean reward of its completions.
         rollout_s: Seconds in `generate`.
         sync_s: Seconds of the weight sync at its end.
         trainer_s: The rest of its seconds: rewards, gradients, optimizer.
@@ -68,10 +67,10 @@ class Step(NamedTuple):
 
 
 class HeldOut(NamedTuple):
-    """The share of held-out problems that greedy answers got right after so many steps."""
+    """The mean reward of greedy answers to held-out prompts after so many steps."""
 
     num_steps: int
-    share: float
+    reward: float
     seconds: float
 
 
@@ -118,7 +117,7 @@ class Training:
         self._every = config.rl_training_config["eval_every_n_steps"]
         # Evaluations are this program's: Tunix's would sample each problem several times.
         training = {**config.rl_training_config, "eval_every_n_steps": config.num_batches + 1}
-        say("checking the config, drawing problems, estimating memory")
+        say("checking the config, drawing prompts, estimating memory")
         self._prepared: Prepared = prepare(config)
         self._recorder = StepRecorder(self._add_step)
         self._steps: list[Step] = []
@@ -180,7 +179,7 @@ class Training:
         self._keep(Run(self._steps, self._held_out))
         total = self._config.num_batches
         self._say(
-            f"step {step.step:>{len(str(total))}}/{total}  right {step.reward:6.1%}  rollout "
+            f"step {step.step:>{len(str(total))}}/{total}  reward {step.reward:.3f}  rollout "
             f"{step.rollout_s:.1f} s, sync {step.sync_s:.2f} s, trainer {step.trainer_s:.1f} s"
         )
         if step.step % self._every == 0 or step.step == total:
@@ -188,12 +187,12 @@ class Training:
 
     def _evaluate(self, num_steps: int) -> None:
         start = time.perf_counter()
-        share = evaluate(self._cluster, self._prepared.task)
+        reward = evaluate(self._cluster, self._prepared.task)
         seconds = time.perf_counter() - start
         self._pending_eval_s += seconds
-        self._held_out.append(HeldOut(num_steps, share, seconds))
+        self._held_out.append(HeldOut(num_steps, reward, seconds))
         self._keep(Run(self._steps, self._held_out))
-        self._say(f"held out, after {num_steps} steps: right {share:.1%} ({seconds:.1f} s)")
+        self._say(f"held out, after {num_steps} steps: reward {reward:.3f} ({seconds:.1f} s)")
 
 
 def write_records(config: TrainConfig, run: Run) -> None:
@@ -210,13 +209,14 @@ def write_records(config: TrainConfig, run: Run) -> None:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Returns the command line's options."""
-    parser = argparse.ArgumentParser(description="GRPO of SmolLM2 on a task of reasoning-gym.")
+    parser = argparse.ArgumentParser(
+        description="GRPO of SmolLM2, which learns to explain in steps."
+    )
     parser.add_argument("--config", type=Path, default=CONFIG)
-    parser.add_argument("--task", choices=TASKS, help="instead of the config's")
     parser.add_argument("--rollout", choices=("sgljax", "vanilla"), help="instead of the config's")
     parser.add_argument("--steps", type=int, help="instead of the config's")
     parser.add_argument("--seed", type=int, help="instead of the config's")
-    parser.add_argument("--held-out", type=int, help="problems, instead of the config's")
+    parser.add_argument("--held-out", type=int, help="prompts, instead of the config's")
     parser.add_argument("--output-dir", type=Path, help="instead of the config's")
     parser.add_argument("--timeline", type=Path, help="file for a timeline of a few --steps")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="config keys")
@@ -227,8 +227,6 @@ def overrides(args: argparse.Namespace, model: Path) -> list[str]:
     """What the command line changes in the config."""
     given = {
         "actor_model_config.model_path": model,
-        "task.dataset_args.task": args.task,
-        "task.eval_dataset_args.task": args.task,
         "rollout_engine": args.rollout,
         "num_batches": args.steps,
         "seed": args.seed,
@@ -251,9 +249,9 @@ def _run(args: argparse.Namespace, say: Lines) -> int:
         model = as_qwen2(get_smollm2(say=say))
         config = load_config(args.config, overrides(args, model))
         say(
-            f"GRPO on {config.task.dataset_args['task']}, rollout by {config.rollout_engine}, seed "
-            f"{config.seed}, {config.num_batches} steps of {config.batch_size} prompts x "
-            f"{config.num_generations}, on {jax.devices()[0].device_kind}; the first compiles"
+            f"GRPO, rollout by {config.rollout_engine}, seed {config.seed}, {config.num_batches} "
+            f"steps of {config.batch_size} prompts x {config.num_generations}, on "
+            f"{jax.devices()[0].device_kind}; the first compiles"
         )
         run = Training(config, say, args.timeline, functools.partial(write_records, config)).run()
     except (

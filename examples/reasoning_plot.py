@@ -1,4 +1,4 @@
-"""Draws runs of grpo_reasoning.py: the share of right answers, over steps and over time.
+"""Draws runs of grpo_reasoning.py: their rewards, over steps and over time.
 
 python examples/reasoning_plot.py training.svg outputs/sgljax outputs/vanilla
 """
@@ -22,7 +22,7 @@ RECORDS = "records.json"
 """The file of a run, in its folder."""
 
 WINDOW = 5
-"""Steps over which the sampled share is averaged."""
+"""Steps over which the rewards of samples are averaged."""
 
 Curve = tuple[str, Sequence[Any], Sequence[Any]]
 """A run's name, its steps and its evaluations, with the fields of `Step` and `HeldOut`."""
@@ -42,18 +42,19 @@ def write_plot(path: Path, curves: Sequence[Curve]) -> None:
         window = min(WINDOW, len(rewards))
         mean = [rewards[max(0, end - window) : end].mean() for end in range(1, len(rewards) + 1)]
         at = np.array([each.num_steps for each in held_out])
-        shares = [each.share for each in held_out]
+        held_out_rewards = [each.reward for each in held_out]
         for axes, xs, points in (
             (left, np.arange(1, len(steps) + 1), at),
             (right, end_s[1:] / 60, end_s[at] / 60),
         ):
             axes.plot(xs, mean, color=color, alpha=0.5, label=label and f"{label}, sampled")
-            axes.plot(points, shares, "o-", color=color, label=label and f"{label}, held out")
+            axes.plot(
+                points, held_out_rewards, "o-", color=color, label=label and f"{label}, held out"
+            )
     left.set_xlabel("step")
     right.set_xlabel("minutes of training")
-    left.set_ylabel("right answers")
+    left.set_ylabel("reward")
     left.set_ylim(0, 1)
-    left.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     right.legend(loc="lower right", frameon=False)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)

@@ -141,7 +141,6 @@ def test_errors_become_a_line_and_an_exit_code(monkeypatch, capsys, error, code,
             ("libtpu", "aot"),
             ("gguf.reader", "real"),
         ),
-        ("reasoning_gym", "reasoning"),
     ],
 )
 def test_a_missing_module_of_an_extra_is_said_with_the_extra(monkeypatch, capsys, module, extra):

@@ -10,7 +10,7 @@ import pytest
 
 import get_smollm2
 import reasoning_plot
-import reasoning_task
+import steps_task
 from benchmarks.throughput.step_time import read_slices, step_times
 from lines import Lines
 from sgljax_engine import Engine
@@ -21,31 +21,46 @@ from tests.geometry import SMALL
 from tests.threads import LIMIT_S
 
 
-@pytest.fixture
-def gym():
-    return pytest.importorskip("reasoning_gym", reason="make install-reasoning adds reasoning-gym")
+def steps(numbers, num_words=20):
+    """A text with these steps."""
+    return "\n".join(f"{number}. {'word ' * num_words}" for number in numbers)
 
 
-@pytest.mark.usefixtures("gym")
-@pytest.mark.parametrize("task", reasoning_task.TASKS)
-def test_the_right_answer_alone_is_rewarded(task):
-    rows = reasoning_task.problem_rows(task, 8, seed=0)
-    assert rows == reasoning_task.problem_rows(task, 8, seed=0)
-    problems = [row["problem"] for row in rows]
-    answers = [json.loads(problem)["answer"] for problem in problems]
-    assert reasoning_task.is_right(answers, answers, problems) == [1.0] * 8
-    assert reasoning_task.is_right(answers, [f" {text}\n" for text in answers], problems) == [1] * 8
-    wordy = [f"The answer might be {text}, or not." for text in answers]
-    assert reasoning_task.is_right(wordy, wordy, problems) == [0.0] * 8
-    assert reasoning_task.is_right([""] * 8, [""] * 8, problems) == [0.0] * 8
+@pytest.mark.parametrize(
+    ("text", "reward"),  # of 4 steps asked for
+    [
+        (steps([1, 2, 3, 4]), 1),
+        ("Here are four steps:\n\n" + steps([1, 2, 3, 4]).replace("\n", "\n\n"), 1),
+        (steps([1, 2]), 0.5),
+        (steps([1, 2, 3, 4, 5, 6, 7, 8]), 0.5),
+        (steps([1, 2, 2, 3, 4, 4, 4, 4]), 0.5),
+        (steps([2, 3, 4]), 0),
+        (steps([1, 2], 20) + "\n" + steps([3], 11) + "\n" + steps([4], 33), 0.5),
+        (steps([1, 2, 3, 4], 12), 1),
+        (steps([1, 2, 3, 4], 32), 1),
+        ("First 1. and 2. in one line", 0),
+        ("", 0),
+    ],
+)
+def test_the_reward_is_the_share_of_good_steps(text, reward):
+    given = {"steps": np.array([4, 4]), "mode": "train"}
+    found = steps_task.share_of_steps(prompts=["", ""], completions=[text, ""], **given)
+    assert found == [reward, 0]
 
 
-@pytest.mark.usefixtures("gym")
-def test_held_out_problems_are_none_that_training_sees():
-    rows = reasoning_task.held_out_rows("chain_sum", 20, 1, num_train=200, train_seed=0)
-    seen = {row["prompts"] for row in reasoning_task.problem_rows("chain_sum", 200, 0)}
-    assert len(rows) == 20
-    assert not seen & {row["prompts"] for row in rows}
+def test_held_out_topics_are_none_that_training_sees():
+    rows, held_out = (steps_task.steps_rows(500, 0, each) for each in (False, True))
+    assert rows == steps_task.steps_rows(500, 0)
+    assert rows != steps_task.steps_rows(500, 1)
+    assert {row["steps"] for row in rows} == set(range(5, 13))
+    seen, kept = ({topic_of(row) for row in each} for each in (rows, held_out))
+    assert not seen & kept
+    assert len(seen | kept) == len(set(steps_task.TOPICS)) == len(steps_task.TOPICS)
+    assert len(kept) == steps_task.NUM_HELD_OUT_TOPICS
+
+
+def topic_of(row):
+    return row["prompts"].partition("explain how to ")[2].partition(".")[0]
 
 
 def test_a_llama_as_a_qwen2_is_the_same_function(tmp_path):
@@ -63,7 +78,7 @@ def test_a_llama_as_a_qwen2_is_the_same_function(tmp_path):
 
 def test_plot_of_two_engines(tmp_path):
     steps = [SimpleNamespace(reward=i / 10, end_s=60.0 * i) for i in range(1, 9)]
-    held_out = [SimpleNamespace(num_steps=i, share=i / 10) for i in (0, 4, 8)]
+    held_out = [SimpleNamespace(num_steps=i, reward=i / 10) for i in (0, 4, 8)]
     path = tmp_path / "plot.svg"
     reasoning_plot.write_plot(path, [(name, steps, held_out) for name in ("sgljax", "vanilla")])
     assert path.stat().st_size > 1_000
@@ -87,7 +102,6 @@ def test_a_silence_has_lines_too(monkeypatch):
 
 @pytest.mark.real
 @pytest.mark.soak
-@pytest.mark.usefixtures("gym")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
 def test_two_steps(tmp_path, capsys):
     import grpo_reasoning
@@ -97,7 +111,7 @@ def test_two_steps(tmp_path, capsys):
     except get_smollm2.UnreachableError as error:
         pytest.skip(str(error))
     small = ["batch_size=2", "grpo_config.num_generations=2", "task.dataset_args.num=8"]
-    small += ["task.eval_dataset_args.num_train=8", "rollout_config.total_generation_steps=8"]
+    small += ["rollout_config.total_generation_steps=8"]
     timeline = tmp_path / "second_step.pftrace"
     args = ["--steps", "2", "--held-out", "4", "--timeline", str(timeline)]
     args += ["--output-dir", str(tmp_path), "--set", *small]
