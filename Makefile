@@ -44,7 +44,7 @@ real-model: $(STAMP) ## Fetch a real model, SmolLM2-135M-Instruct, into the user
 	$(BIN)/python examples/get_smollm2.py
 
 .PHONY: reasoning
-reasoning: $(STAMP) ## Train that model with GRPO to explain things in steps, on a CPU.
+reasoning: $(STAMP) ## Train that model with GRPO to explain in plain words, on a CPU.
 	$(BIN)/python examples/grpo_reasoning.py $(REASONING_ARGS)
 
 .PHONY: test

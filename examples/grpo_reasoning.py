@@ -1,4 +1,4 @@
-"""GRPO on a real model: SmolLM2-135M-Instruct learns to explain in steps, on two CPU cores.
+"""GRPO on a real model: SmolLM2-135M-Instruct learns plain words, on two CPU cores.
 
     python examples/grpo_reasoning.py                      # our engine samples
     python examples/grpo_reasoning.py --rollout vanilla    # Tunix's own sampler
@@ -209,9 +209,7 @@ def write_records(config: TrainConfig, run: Run) -> None:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Returns the command line's options."""
-    parser = argparse.ArgumentParser(
-        description="GRPO of SmolLM2, which learns to explain in steps."
-    )
+    parser = argparse.ArgumentParser(description="GRPO of SmolLM2, which learns plain words.")
     parser.add_argument("--config", type=Path, default=CONFIG)
     parser.add_argument("--rollout", choices=("sgljax", "vanilla"), help="instead of the config's")
     parser.add_argument("--steps", type=int, help="instead of the config's")

@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         lines_of(runs),
         {"runs": runs},
         facts=[
-            f"GRPO with LoRA on SmolLM2-135M-Instruct, which explains in 5 to 12 steps; "
+            f"GRPO with LoRA on SmolLM2-135M-Instruct, which learns plain words; "
             f"{first['rows']} completions of at most {first['tokens']} tokens a step"
         ],
         device=first["device"],

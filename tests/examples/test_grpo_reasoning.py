@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import get_smollm2
+import plain_task
 import reasoning_plot
-import steps_task
 from benchmarks.throughput.step_time import read_slices, step_times
 from lines import Lines
 from sgljax_engine import Engine
@@ -20,47 +20,43 @@ from tests.engine.small_tokenizers import GOLDEN
 from tests.geometry import SMALL
 from tests.threads import LIMIT_S
 
-
-def steps(numbers, num_words=20):
-    """A text with these steps."""
-    return "\n".join(f"{number}. {'word ' * num_words}" for number in numbers)
+EASY = "The cat sat on the mat. It had a red hat. We all ran to see it go up the hill."
 
 
 @pytest.mark.parametrize(
-    ("text", "reward"),  # of 4 steps asked for
+    ("text", "ease"),  # words, sentences and syllables, counted by hand
     [
-        (steps([1, 2, 3, 4]), 1),
-        ("Here are four steps:\n\n" + steps([1, 2, 3, 4]).replace("\n", "\n\n"), 1),
-        (steps([1, 2]), 0.5),
-        (steps([1, 2, 3, 4, 5, 6, 7, 8]), 0.5),
-        (steps([1, 2, 2, 3, 4, 4, 4, 4]), 0.5),
-        (steps([2, 3, 4]), 0),
-        (steps([1, 2], 20) + "\n" + steps([3], 11) + "\n" + steps([4], 33), 0.5),
-        (steps([1, 2, 3, 4], 12), 1),
-        (steps([1, 2, 3, 4], 32), 1),
-        ("First 1. and 2. in one line", 0),
-        ("", 0),
+        ("The cat sat.", (3, 1, 3)),
+        ("The cat sat. It ran\nHome we go!", (8, 3, 8)),
+        ("Reading is a little difficult for many people.", (8, 1, 14)),
+        ("Here it is: go.", (4, 2, 4)),
+        ("1. Don't panic", (2, 1, 3)),
     ],
 )
-def test_the_reward_is_the_share_of_good_steps(text, reward):
-    given = {"steps": np.array([4, 4]), "mode": "train"}
-    found = steps_task.share_of_steps(prompts=["", ""], completions=[text, ""], **given)
-    assert found == [reward, 0]
+def test_reading_ease_is_flesch_s(text, ease):
+    words, sentences, syllables = ease
+    expected = 206.835 - 1.015 * words / sentences - 84.6 * syllables / words
+    assert plain_task.reading_ease(text) == pytest.approx(expected)
+
+
+def test_the_reward_is_ease_length_and_variety():
+    hard = "Organizational considerations necessitate comprehensive administrative evaluation."
+    numbered = " ".join(f"We go to {chr(97 + i % 26)}{chr(97 + i // 26)}." for i in range(60))
+    texts = ["", "1 2 3", hard, EASY, EASY * 10, numbered]
+    nothing, digits, difficult, short, repeated, long = plain_task.is_plain(texts, texts)
+    assert nothing == digits == difficult == 0
+    assert short == pytest.approx(21 / plain_task.MIN_WORDS)  # as easy as may be
+    assert 0 < repeated < 0.5 < long <= 1
 
 
 def test_held_out_topics_are_none_that_training_sees():
-    rows, held_out = (steps_task.steps_rows(500, 0, each) for each in (False, True))
-    assert rows == steps_task.steps_rows(500, 0)
-    assert rows != steps_task.steps_rows(500, 1)
-    assert {row["steps"] for row in rows} == set(range(5, 13))
-    seen, kept = ({topic_of(row) for row in each} for each in (rows, held_out))
+    rows, held_out = (plain_task.plain_rows(500, 0, each) for each in (False, True))
+    assert rows == plain_task.plain_rows(500, 0)
+    assert rows != plain_task.plain_rows(500, 1)
+    seen, kept = ({row["prompts"] for row in each} for each in (rows, held_out))
     assert not seen & kept
-    assert len(seen | kept) == len(set(steps_task.TOPICS)) == len(steps_task.TOPICS)
-    assert len(kept) == steps_task.NUM_HELD_OUT_TOPICS
-
-
-def topic_of(row):
-    return row["prompts"].partition("explain how to ")[2].partition(".")[0]
+    assert len(seen | kept) == len(set(plain_task.TOPICS)) == len(plain_task.TOPICS)
+    assert len(kept) == plain_task.NUM_HELD_OUT_TOPICS
 
 
 def test_a_llama_as_a_qwen2_is_the_same_function(tmp_path):

@@ -1,11 +1,10 @@
-"""A task of long answers for a small model: to explain something in a given number of steps.
+"""A task of long answers for a small model: to explain something in words that are easy to read.
 
-    python examples/steps_task.py    # samples from SmolLM2: rewards and lengths before training
+    python examples/plain_task.py    # samples from SmolLM2: rewards and lengths before training
 
-A prompt asks for a list of exactly so many numbered steps, each of one sentence or two. The reward
-follows from the text alone, as in IFEval (Zhou et al., 2023, "Instruction-Following Evaluation for
-Large Language Models"): the share of the steps that are there, in order, neither short nor long.
-Answers have 100 to 400 tokens, by how many steps a prompt asks for.
+The reward follows from the text alone: Flesch's reading ease (Flesch, 1948, "A New Readability
+Yardstick"), which short words and short sentences raise, if the text is long enough and does not
+repeat itself. Answers have 100 to 400 tokens.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from typing import Any
 
 from get_smollm2 import get_smollm2
 
-MIN_STEPS, MAX_STEPS = 5, 12
-"""How many steps prompts ask for."""
+HARDEST, EASIEST = 30.0, 100.0
+"""Reading eases that get 0 and 1: "very difficult" ends at 30, and "very easy" at 100."""
 
-MIN_WORDS, MAX_WORDS = 12, 32
-"""Words of a good step."""
+MIN_WORDS, MIN_DISTINCT = 120, 0.4
+"""Words of a text, and the share of different ones among them, below which it gets less."""
 
 TURN = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
@@ -59,54 +58,62 @@ NUM_HELD_OUT_TOPICS = 24
 """Topics of which no training prompt tells: the last of a fixed shuffle."""
 
 
-def steps_rows(num: int, seed: int, held_out: bool = False) -> list[dict[str, Any]]:
-    """Rows for the config's `task.dataset`: a prompt, and how many steps it asks for.
+def plain_rows(num: int, seed: int, held_out: bool = False) -> list[dict[str, Any]]:
+    """Rows for the config's `task.dataset`: a prompt each.
 
     Args:
         num: How many.
-        seed: Draws topics and numbers.
+        seed: Draws topics.
         held_out: Whether the topics are those that no training prompt has.
     """
     topics = list(TOPICS)
     random.Random(0).shuffle(topics)
     kept = topics[-NUM_HELD_OUT_TOPICS:] if held_out else topics[:-NUM_HELD_OUT_TOPICS]
-    draw, rows = random.Random(seed), []
-    for _ in range(num):
-        topic, steps = draw.choice(kept), draw.randint(MIN_STEPS, MAX_STEPS)
-        question = f"Write a list of exactly {steps} numbered steps that explain how to {topic}."
-        rows.append({"prompts": TURN.format(question=question), "steps": steps})
-    return rows
+    draw = random.Random(seed)
+    return [
+        {"prompts": TURN.format(question=f"Explain step by step how to {draw.choice(kept)}.")}
+        for _ in range(num)
+    ]
 
 
-def share_of_steps(
-    prompts: Sequence[str], completions: Sequence[str], steps: Sequence[Any], **_: Any
-) -> list[float]:
-    """Tunix reward function: good steps over the steps asked for, or written where those are more.
-
-    A step is a line that begins with its number and a dot. It is good if its number follows that of
-    the step before, is one of those asked for, and it has `MIN_WORDS` to `MAX_WORDS` words.
+def is_plain(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
+    """Tunix reward function: how easy the completions are to read, from 0 to 1.
 
     Args:
         prompts: What was asked; not needed.
         completions: What the policy wrote, without special tokens.
-        steps: How many steps each prompt asks for.
-        **_: The other columns and settings that Tunix passes to every reward function.
+        **_: The settings that Tunix passes to every reward function.
 
     Returns:
-        The rewards, one for each completion, from 0 to 1.
+        The rewards, one for each completion.
     """
     del prompts
-    return [_share(text, int(asked)) for text, asked in zip(completions, steps, strict=True)]
+    return [_reward(text) for text in completions]
 
 
-def _share(text: str, asked: int) -> float:
-    parts = re.split(r"(?m)^ *(\d+)\. ", text)[1:]
-    good, following = 0, 1
-    for number, body in zip(parts[::2], parts[1::2], strict=True):
-        if int(number) == following <= asked:
-            good += MIN_WORDS <= len(body.split()) <= MAX_WORDS
-            following += 1
-    return good / max(asked, len(parts) // 2)
+def _reward(text: str) -> float:
+    words = re.findall(r"[A-Za-z']+", text)
+    if not words:
+        return 0.0
+    ease = (reading_ease(text) - HARDEST) / (EASIEST - HARDEST)
+    distinct = len({word.lower() for word in words}) / len(words)
+    length = min(len(words) / MIN_WORDS, 1.0)
+    return min(max(ease, 0.0), 1.0) * length * min(distinct / MIN_DISTINCT, 1.0)
+
+
+def reading_ease(text: str) -> float:
+    """Flesch's reading ease of a text with words; about 100 for the easiest."""
+    words = re.findall(r"[A-Za-z']+", text)
+    pieces = re.split(r"[.!?:]+(?=\s|$)|\n", text)
+    sentences = sum(any(letter.isalpha() for letter in piece) for piece in pieces)
+    syllables = sum(map(_syllables, words))
+    return 206.835 - 1.015 * len(words) / sentences - 84.6 * syllables / len(words)
+
+
+def _syllables(word: str) -> int:
+    count = len(re.findall(r"[aeiouy]+", word.lower()))
+    is_silent = word.endswith("e") and not word.endswith("le") and count > 1
+    return max(count - is_silent, 1)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -118,7 +125,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     from sgljax_engine import Engine
 
-    rows = steps_rows(args.prompts, seed=1)
+    rows = plain_rows(args.prompts, seed=1)
     with Engine(get_smollm2(), max_running_requests=32, max_model_len=args.tokens + 64) as engine:
         prompts = [engine.tokenize(row["prompts"]) for row in rows]
         for params in ({"temperature": 1.0, "n": args.samples}, {"temperature": 0.0, "n": 1}):
@@ -129,8 +136,7 @@ def main(argv: list[str] | None = None) -> int:
             )
             seconds = time.perf_counter() - start
             texts = [output["text"] for output in outputs]
-            asked = [row["steps"] for row in rows for _ in range(params["n"])]
-            rewards = share_of_steps(texts, texts, asked)
+            rewards = is_plain(texts, texts)
             lengths = sorted(len(output["output_ids"]) for output in outputs)
             print(
                 f"temperature {params['temperature']}: mean reward "
