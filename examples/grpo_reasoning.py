@@ -6,9 +6,9 @@
 
 It fetches the model (`get_smollm2.py`, 93 MB) and trains LoRA pairs with Tunix's `GRPOLearner`, as
 configs/grpo_reasoning.yaml says. Before the first step, every few steps and at the end it answers
-held-out prompts greedily. records.json has, for each step, the reward and the seconds of rollout,
-weight sync and trainer; training.png draws the reward over steps and over time. `--timeline FILE`
-records all steps but the first, which compiles, for the Perfetto UI.
+held-out prompts. records.json has, for each step, the reward and the seconds of rollout, weight
+sync and trainer; training.png draws the reward over steps and over time. `--timeline FILE` records
+all steps but the first, which compiles, for the Perfetto UI.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Step(NamedTuple):
 
 
 class HeldOut(NamedTuple):
-    """The mean reward of greedy answers to held-out prompts after so many steps."""
+    """The mean reward of answers to held-out prompts after so many steps."""
 
     num_steps: int
     reward: float

@@ -4,9 +4,9 @@
     python examples/grpo_reasoning.py --seed 0 --rollout vanilla --output-dir outputs/vanilla_0
     python benchmarks/throughput/real_training.py outputs/sgljax_0 outputs/vanilla_0
 
-Held-out rewards are of greedy answers. Seconds are of all steps but the first, which compiles, and
-of the whole training with it, evaluations left out. `docs/make_engines_plot.py` draws
-the runs.
+Held-out rewards are of one answer to each prompt. Seconds are of all steps but the first, which
+compiles, and of the whole training with it, evaluations left out. `docs/make_engines_plot.py` draws
+the runs. For runs that compile everything: `--set sgljax_config.compilation_cache_dir=null`.
 """
 
 from __future__ import annotations
