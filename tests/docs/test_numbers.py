@@ -88,6 +88,23 @@ def test_the_real_models_page_has_the_pictures_seconds(plot):
         assert rows[name] == f"{first} | {last} | {seconds} | {minutes}"
 
 
+def test_the_real_models_page_says_where_three_times_would_be(plot):
+    found = numbers(
+        "docs/first_steps.md",
+        r"([\d.]+) times as long with vanilla, and the whole training ([\d.]+) times, since the "
+        r"trainer takes (\d+) s with either. Three times would need a step of (\d+) s in place of "
+        r"(\d+)\.",
+    )
+    ours, theirs = (plot.steps()[engine] for engine in ("sgljax", "vanilla"))
+    assert found == [
+        round(theirs.sampling_s / ours.sampling_s, 1),
+        round(plot.times_faster(), 1),
+        round(ours.trainer_s),
+        round(theirs.total_s / 3),
+        round(ours.total_s),
+    ]
+
+
 def test_speeds_of_gpus():
     found = numbers(
         "README.md", r"at ([\d.]+) times Tunix's sampler on an H100 and ([\d.]+) times on an H200"
