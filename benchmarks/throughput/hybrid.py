@@ -1,13 +1,13 @@
-"""A hybrid of gated delta nets and attention beside a dense model: decode, prefixes, memory.
+"""A hybrid of gated delta nets and attention beside a dense model: batches, prefixes, memory.
 
-    python benchmarks/throughput/hybrid.py                  # about ten minutes
+    python benchmarks/throughput/hybrid.py                  # about half an hour
     python benchmarks/throughput/hybrid.py --pairs 1 --quick
 
-Both models have random weights, and MLPs that give them the same number of parameters. Decode: rows
-generate 32 tokens behind prompts of 16, and 64 rows behind prompts of 512 that the prefix cache
-holds, in turns. Prefixes: the same requests with the prefix cache on and off, in turns, each time
-with an empty cache: a group of 16 samples of one prompt, and episodes of four turns whose next
-prompt is all of the last one and new tokens. Memory: what engines of both shapes plan for 64
+Both models have random weights, and MLPs that give them the same number of parameters. Batches:
+rows generate 32 tokens behind prompts of 16, and 64 rows behind prompts of 512, in turns, each time
+with an empty prefix cache. Prefixes: the same requests with the prefix cache on and off, in turns,
+each time with an empty cache: a group of 16 samples of one prompt, and episodes of four turns whose
+next prompt is all of the last one and new tokens. Memory: what engines of both shapes plan for 64
 requests of 32,768 tokens; nothing is allocated for it.
 """
 
@@ -107,8 +107,8 @@ def random_prompts(model: ModelConfig, count: int, length: int) -> list[list[int
     return np.random.default_rng(0).integers(1, model.vocab_size, (count, length)).tolist()
 
 
-def measure_decode(size: Sizes, num_pairs: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of decoding, by number of rows and length of their prompts."""
+def measure_batches(size: Sizes, num_pairs: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds of whole batches, by number of rows and length of their prompts."""
     params = SamplingParams(temperature=0, max_new_tokens=size.num_tokens, ignore_eos=True)
     engines = {"dense": engine_of(size.dense), "hybrid": engine_of(size.hybrid)}
 
@@ -192,7 +192,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = make_parser(__doc__, pairs=5)
     args = parser.parse_args(argv)
     size = sizes(is_quick=args.quick)
-    decode = measure_decode(size, args.pairs)
+    decode = measure_batches(size, args.pairs)
     seconds, tokens = measure_prefixes(size, args.pairs)
     memory = {name: planned_memory(getattr(size, name)) for name in ("dense", "hybrid")}
     lines = [
