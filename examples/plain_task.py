@@ -17,6 +17,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from get_smollm2 import get_smollm2
@@ -33,26 +34,8 @@ TURN = (
 )
 """SmolLM2's chat template."""
 
-TOPICS = (
-    *("plant a tree", "bake bread", "learn to swim", "paint a room", "plan a trip", "wash a car"),
-    *("write a poem", "fix a flat tire", "clean a kitchen", "start a garden", "train a dog"),
-    *("study for an exam", "make coffee", "build a birdhouse", "organize a closet", "cook rice"),
-    *("choose a good book", "run a long race", "learn a language", "save money", "sew a button"),
-    *("pack a suitcase", "make a salad", "ride a bicycle", "take a good photo", "draw a face"),
-    *("write a letter", "give a speech", "play chess", "grow tomatoes", "feed birds in winter"),
-    *("set up a tent", "light a campfire", "read a map", "iron a shirt", "wrap a present"),
-    *("make soup", "boil an egg", "brush your teeth", "wash your hands", "sleep better"),
-    *("find a job", "write a resume", "prepare for an interview", "buy a house", "rent a flat"),
-    *("host a party", "bake a cake", "decorate a cake", "make pancakes", "make a pizza"),
-    *("clean a window", "unclog a sink", "hang a picture", "change a light bulb", "make a bed"),
-    *("recycle at home", "save water", "save energy", "make compost", "mow a lawn", "rake leaves"),
-    *("care for a cat", "keep a fish tank", "groom a horse", "walk a dog", "raise chickens"),
-    *("learn the guitar", "sing in tune", "keep a diary", "meditate", "stretch before a run"),
-    *("lift a heavy box", "treat a small cut", "cool a burn", "stop a nosebleed", "stay healthy"),
-    *("make a budget", "start a small business", "sell old clothes", "hold a meeting"),
-    *("write a short story", "learn to type", "back up a computer", "choose a password"),
-    *("make new friends", "say sorry", "help a neighbor", "listen well", "solve an argument"),
-)  # fmt: skip
+TOPICS = tuple((Path(__file__).parent / "data/topics.txt").read_text("utf-8").splitlines())
+"""What prompts ask to explain. Their order decides which are held out."""
 
 NUM_HELD_OUT_TOPICS = 24
 """Topics of which no training prompt tells: the last of a fixed shuffle."""
