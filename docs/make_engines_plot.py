@@ -9,6 +9,7 @@ holds README's numbers against the same functions.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -26,7 +27,6 @@ ENGINES = {"sgljax": "tunix-sgljax", "vanilla": "Tunix's vanilla"}
 SAMPLING = {"vanilla": "#ef6c00", "sgljax": "#1565c0"}
 TRAINER = "#cfd8dc"
 
-
 WINDOW = 4
 """Steps over which rewards are averaged."""
 
@@ -42,26 +42,24 @@ class Training(NamedTuple):
     Shape: minutes, rewards: [steps], when each step ends, and the mean reward of its completions.
 
     Attributes:
-        engine: "vanilla" or "sgljax".
         sampling_s, trainer_s: Mean seconds of the steps after the first, which compiles: sampling
             with syncs of weights, and the rest.
     """
 
-    engine: str
     minutes: np.ndarray
     rewards: np.ndarray
     sampling_s: float
     trainer_s: float
 
 
-def trainings() -> list[Training]:
-    """The real model's trainings: two engines, the same seeds."""
-    found = []
+@functools.cache
+def trainings() -> dict[str, list[Training]]:
+    """The real model's trainings, by engine: the same seeds of each."""
+    found: dict[str, list[Training]] = {engine: [] for engine in ENGINES}
     for run in read("real_training.json")["runs"]:
         steps = run["steps"]
-        found.append(
+        found[run["engine"]].append(
             Training(
-                run["engine"],
                 np.array([step["end_s"] / 60 for step in steps]),
                 np.array([step["reward"] for step in steps]),
                 statistics.fmean(step["rollout_s"] + step["sync_s"] for step in steps[1:]),
@@ -90,22 +88,18 @@ class Step(NamedTuple):
 
 def steps() -> dict[str, Step]:
     """A step of each engine."""
-    found = {}
-    for engine in ENGINES:
-        own = [each for each in trainings() if each.engine == engine]
-        found[engine] = Step(
+    return {
+        engine: Step(
             statistics.fmean(each.sampling_s for each in own),
             statistics.fmean(each.trainer_s for each in own),
         )
-    return found
+        for engine, own in trainings().items()
+    }
 
 
 def times_faster() -> float:
     """How many times as long vanilla's trainings take as ours, from the first step to the last."""
-    minutes = {
-        engine: sum(each.minutes[-1] for each in trainings() if each.engine == engine)
-        for engine in ENGINES
-    }
+    minutes = {engine: sum(each.minutes[-1] for each in own) for engine, own in trainings().items()}
     return minutes["vanilla"] / minutes["sgljax"]
 
 
@@ -121,10 +115,10 @@ def draw() -> Figure:
 
 
 def _draw_rewards(axes: Axes) -> None:
-    longest = max(each.minutes[-1] for each in trainings())
-    highest = max(_smoothed(each.rewards).max() for each in trainings())
-    for engine in ENGINES:
-        own = [each for each in trainings() if each.engine == engine]
+    every = [each for own in trainings().values() for each in own]
+    longest = max(each.minutes[-1] for each in every)
+    highest = max(_smoothed(each.rewards).max() for each in every)
+    for engine, own in trainings().items():
         for each in own:
             rewards = _smoothed(each.rewards)
             axes.plot(each.minutes, rewards, color=SAMPLING[engine], linewidth=2.2)

@@ -4,7 +4,7 @@
 
 The reward follows from the text alone: Flesch's reading ease (Flesch, 1948, "A New Readability
 Yardstick"), which short words and short sentences raise, if the text is long enough and does not
-repeat itself. Answers have 100 to 400 tokens.
+repeat itself. Answers have 100 to 512 tokens.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def is_plain(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> li
 
 
 def _reward(text: str) -> float:
-    words = re.findall(r"[A-Za-z']+", text)
+    words = _words(text)
     if not words:
         return 0.0
     ease = (reading_ease(text) - HARDEST) / (EASIEST - HARDEST)
@@ -86,11 +86,15 @@ def _reward(text: str) -> float:
 
 def reading_ease(text: str) -> float:
     """Flesch's reading ease of a text with words; about 100 for the easiest."""
-    words = re.findall(r"[A-Za-z']+", text)
+    words = _words(text)
     pieces = re.split(r"[.!?:]+(?=\s|$)|\n", text)
     sentences = sum(any(letter.isalpha() for letter in piece) for piece in pieces)
     syllables = sum(map(_syllables, words))
     return 206.835 - 1.015 * len(words) / sentences - 84.6 * syllables / len(words)
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[A-Za-z']+", text)
 
 
 def _syllables(word: str) -> int:

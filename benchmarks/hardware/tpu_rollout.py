@@ -26,7 +26,6 @@ from sgljax_engine.weights.plan import plan_sync
 from sgljax_engine.weights.specs import source_spec
 from tools.aot import AotReport, compile_programs, words
 from tools.aot.target import Target, add_target_options, find_target
-from tools.aot.words import to_json
 from tunix_sgljax.cli.output import say
 from tunix_sgljax.mappings import WeightMapper, find_mapping
 from tunix_sgljax.training.cluster import make_optimizers
@@ -127,7 +126,7 @@ def main(argv: list[str] | None = None) -> None:
             *["", "| in the memory of a chip | |", "|---|---:|", *table],
         ],
         {
-            **to_json(report, CONFIG, TOPOLOGY),
+            **words.to_json(report, CONFIG, TOPOLOGY),
             "sync": dataclasses.asdict(sync),
             "chip": found,
         },

@@ -192,11 +192,11 @@ def main(argv: list[str] | None = None) -> None:
     parser = make_parser(__doc__, pairs=5)
     args = parser.parse_args(argv)
     size = sizes(is_quick=args.quick)
-    decode = measure_batches(size, args.pairs)
+    batches = measure_batches(size, args.pairs)
     seconds, tokens = measure_prefixes(size, args.pairs)
     memory = {name: planned_memory(getattr(size, name)) for name in ("dense", "hybrid")}
     lines = [
-        *speed_table(decode, "dense"),
+        *speed_table(batches, "dense"),
         "",
         "The prefix cache of the hybrid:",
         "",
@@ -218,7 +218,7 @@ def main(argv: list[str] | None = None) -> None:
         "A hybrid of gated delta nets and attention",
         "benchmarks/throughput/hybrid.py",
         lines,
-        {"decode": decode, "prefixes": seconds, "prefilled": tokens, "memory": memory},
+        {"decode": batches, "prefixes": seconds, "prefilled": tokens, "memory": memory},
         facts=[
             f"Models: {size.dense.num_layers} layers of width {size.dense.hidden_size}, float32; "
             f"dense {counts['dense']:,} parameters, hybrid {counts['hybrid']:,}",
